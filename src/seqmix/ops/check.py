@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -20,8 +21,9 @@ _DEBUG: ContextVar[bool] = ContextVar("seqmix_debug_checks", default=False)
 
 @contextmanager
 def debug_checks() -> Iterator[None]:
-    """Check the values of every argument inside this block, on any device (each check reads the
-    device).""" token = _DEBUG.set(True) try:
+    """Check the values of every argument inside this block; each check reads the device."""
+    token = _DEBUG.set(True)
+    try:
         yield
     finally:
         _DEBUG.reset(token)
@@ -35,7 +37,7 @@ class Arguments:
         self.device = getattr(first, "device", None)
         self.sizes: dict[str, int] = {}
 
-    def fail(self, message: str) -> None:
+    def fail(self, message: str) -> NoReturn:
         raise ValueError(f"{self.operation}: {message}")
 
     def tensor(self, name: str, value: Tensor, letters: str) -> None:
@@ -80,8 +82,8 @@ class Arguments:
         return float(value)
 
     def documents(self, cu_seqlens: Tensor | None) -> None:
-        """Check the offsets of packed documents and bind N, the number of states: B without
-        them.""" if cu_seqlens is None:
+        """Check the offsets of packed documents; bind N, the number of states (B without)."""
+        if cu_seqlens is None:
             self.sizes["N"] = self.sizes["B"]
             return
         self._type("cu_seqlens", cu_seqlens)
@@ -134,7 +136,7 @@ class Arguments:
             self.fail(f"{name} must be a tensor, got {type(value).__name__}")
         if value.device != self.device:
             self.fail(
-                f"{name} must be on {self.device} like the first argument, got {value.device}"
+                f"{name} must be on {self.device} like the others, got {value.device}"
             )
 
 

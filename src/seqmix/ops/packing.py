@@ -51,15 +51,16 @@ def over_documents(
 
 
 def pad_rows(x: Tensor, cu_seqlens: Tensor, neutral: float = 0.0) -> Tensor:
-    """Packed documents [1, T, ...] as rows [N, L, ...], padded at the end to the longest;
-    differentiable.""" return _unpack(x, _index(cu_seqlens, x.shape[1]), neutral)
+    """Packed documents [1, T, ...] as rows [N, L, ...], padded at their end; differentiable."""
+    return _unpack(x, _index(cu_seqlens, x.shape[1]), neutral)
 
 
 def pack_rows(rows: Tensor, cu_seqlens: Tensor, length: int) -> Tensor:
-    """The inverse of `pad_rows`: rows [N, L, ...] as [1, length, ...], zero behind the last
-    document.""" index = _index(cu_seqlens, length) packed = rows.new_zeros(length + 1,
-    *rows.shape[2:]) packed = packed.index_put((index.flatten(),), rows.flatten(0, 1)) return
-    packed[None, :length]
+    """Rows [N, L, ...] as packed documents [1, length, ...], zero behind the last."""
+    index = _index(cu_seqlens, length)
+    packed = rows.new_zeros(length + 1, *rows.shape[2:])
+    packed = packed.index_put((index.flatten(),), rows.flatten(0, 1))
+    return packed[None, :length]
 
 
 def _index(cu_seqlens: Tensor, length: int) -> Tensor:
@@ -71,10 +72,11 @@ def _index(cu_seqlens: Tensor, length: int) -> Tensor:
 
 
 def _groups(cu_seqlens: Tensor, length: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Documents of similar length: their numbers [n] and token indices [n, L]; empty ones left
-    out.""" offsets = cu_seqlens.long().cpu() lengths = offsets.diff() classes =
-    torch.where(lengths > 0, (2 * lengths - 1).double().log2().floor(), -1.0) for size in
-    classes.unique().tolist():
+    """Documents of similar length, not empty: their numbers [n] and token indices [n, L]."""
+    offsets = cu_seqlens.long().cpu()
+    lengths = offsets.diff()
+    classes = torch.where(lengths > 0, (2 * lengths - 1).double().log2().floor(), -1.0)
+    for size in classes.unique().tolist():
         if size < 0:
             continue
         documents = (classes == size).nonzero().squeeze(1)
