@@ -135,9 +135,7 @@ class Arguments:
         if not isinstance(value, Tensor):
             self.fail(f"{name} must be a tensor, got {type(value).__name__}")
         if value.device != self.device:
-            self.fail(
-                f"{name} must be on {self.device} like the others, got {value.device}"
-            )
+            self.fail(f"{name} must be on {self.device} like the others, got {value.device}")
 
 
 def _dtype(value: Tensor) -> str:

@@ -22,7 +22,8 @@ def over_documents(
 ) -> tuple[Sequence, Sequence, Sequence]:
     """Call `function(*rows, *states)` on each group of documents and fill `results`.
 
-    Without `cu_seqlens` the rows are what is given, and the results what `function` returns.
+    Without `cu_seqlens` the rows are what is given, and what `function` returns is the result, in
+    the dtypes of `results`.
 
     packed: tensors [1, T, ...], handed over as rows [n, L, ...], each with its neutral value.
     states: tensors [N, ...], handed over as [n, ...].
@@ -31,7 +32,8 @@ def over_documents(
     None passes through.
     """
     if cu_seqlens is None:
-        return function(*(x for x, _ in packed), *states)
+        found = function(*(x for x, _ in packed), *states)
+        return tuple(map(_like, found, results))
     length = next(x for x, _ in packed if x is not None).shape[1]
     for documents, index in _groups(cu_seqlens, length):
         rows = [_unpack(x, index, neutral) for x, neutral in packed]
@@ -84,6 +86,13 @@ def _groups(cu_seqlens: Tensor, length: int) -> Iterator[tuple[Tensor, Tensor]]:
         index = starts[:, None] + torch.arange(int((ends - starts).max()))
         index = index.masked_fill(index >= ends[:, None], length)
         yield documents.to(cu_seqlens.device), index.to(cu_seqlens.device)
+
+
+def _like(found: Sequence, wanted: Sequence) -> list:
+    return [
+        x if x is None or like is None else x.to(like.dtype)
+        for x, like in zip(found, wanted, strict=True)
+    ]
 
 
 def _unpack(x: Tensor | None, index: Tensor, neutral: float) -> Tensor | None:

@@ -78,7 +78,7 @@ def palimpsa(
 def _check_beta(arguments: Arguments, beta: Tensor) -> None:
     """beta has V channels or a number M of groups that divides V; binds M."""
     channels = arguments.sizes["V"]
-    groups = beta.shape[-1] if isinstance(beta, Tensor) and beta.ndim else 0
+    groups = beta.shape[-1] if isinstance(beta, Tensor) and beta.ndim == 4 else 0
     grouped = 0 < groups < channels and channels % groups == 0
     arguments.tensor("beta", beta, "B T H M" if grouped else "B T H V")
     arguments.sizes["M"] = groups

@@ -1,0 +1,23 @@
+"""Shape annotations are checked at every call, in tests only (operations check themselves)."""
+
+import pytest
+import torch
+from jaxtyping import install_import_hook
+
+hook = install_import_hook(["seqmix.reference", "seqmix.chunked"], "beartype.beartype")
+
+torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests marked `gpu` are skipped where there is none."""
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    torch.manual_seed(0)
