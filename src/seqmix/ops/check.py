@@ -116,7 +116,7 @@ class Arguments:
 
     def unit(self, name: str, value: Tensor, dim: int, *, or_zero: bool = False) -> None:
         """Check unit length along `dim`, only under `debug_checks()`: 2% off is an error."""
-        if not (_DEBUG.get() and self.reads_values(value)):
+        if not (self.reads_values(value) and _DEBUG.get()):
             return
         norms = torch.linalg.vector_norm(value.detach().double(), dim=dim)
         wrong = ((norms - 1).abs() > 0.02) & ~((norms == 0) & or_zero)

@@ -22,8 +22,8 @@ def over_documents(
 ) -> tuple[Sequence, Sequence, Sequence]:
     """Call `function(*rows, *states)` on each group of documents and fill `results`.
 
-    Without `cu_seqlens` the rows are what is given, and what `function` returns is the result, in
-    the dtypes of `results`.
+    Without `cu_seqlens` the rows are what is given, and what `function` returns is the result, made
+    contiguous and of the dtypes of `results`.
 
     packed: tensors [1, T, ...], handed over as rows [n, L, ...], each with its neutral value.
     states: tensors [N, ...], handed over as [n, ...].
@@ -90,7 +90,7 @@ def _groups(cu_seqlens: Tensor, length: int) -> Iterator[tuple[Tensor, Tensor]]:
 
 def _like(found: Sequence, wanted: Sequence) -> list:
     return [
-        x if x is None or like is None else x.to(like.dtype)
+        x if x is None or like is None else x.to(like.dtype).contiguous()
         for x, like in zip(found, wanted, strict=True)
     ]
 

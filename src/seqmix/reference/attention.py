@@ -28,12 +28,12 @@ def attention(
 ) -> Float[Tensor, "B T H V"]:
     """Attend to the past, older tokens attenuated by the gates since."""
     B, T, H = q.shape[:3]
-    group, V = H // k.shape[2], v.shape[3]
+    group = H // k.shape[2]
     if log_forget is None:
         log_forget = q.new_zeros(B, T, H)
     k, v = k.repeat_interleave(group, 2), v.repeat_interleave(group, 2)
     decay = log_forget[:, :0]
-    outputs = [v.new_zeros(B, 0, H, V)]
+    outputs = [v[:, :0]]
     for t in range(T):
         decay = decay + log_forget[:, t : t + 1]
         decay = torch.cat([decay, log_forget.new_zeros(B, 1, H)], 1)
