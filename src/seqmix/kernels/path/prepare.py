@@ -1,0 +1,232 @@
+"""What PaTH needs to know of its keys, per key head: solve, transitions, keys moved on.
+
+For a block of 64 tokens, with W the rows w_t and D = diag(beta):
+
+    U  = (I + slower(D W W^T))^-1 D         E = slower(W K^T)
+    UE = U E            UW = U W            both stored negated
+    F  = H_first ... H_last = I - (UW)^T W  stored as F - I
+    keys of level 0 = K - (UE)^T W          aligned to the last token of their block
+
+and for a segment made of r smaller ones: F = F_1 ... F_r, keys of piece j times F_{j+1} ... F_r.
+Segments that end a document are crossed by no query, so theirs are left unwritten.
+16-bit inputs: products of the solve are split in three (error 1e-6), everything is stored in
+float16. float32 inputs: float32 products, stored in float32.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from seqmix.kernels.path.layout import BLOCK, Documents
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Scratch of one call; L levels, G key heads, M segments of all levels, P padded head size.
+
+    keys [L, G, tokens, P]; transitions [M, G, P, P]: F - I; corner = -UE [blocks, G, 64, 64];
+    solved = -UW [blocks, G, 64, P]; inverse = U like corner, if asked for.
+    first [L, N] int32: row in `transitions` of a document's first segment.
+    """
+
+    keys: Tensor
+    transitions: Tensor
+    corner: Tensor
+    solved: Tensor
+    inverse: Tensor
+    first: Tensor
+
+
+@triton.jit
+def product(a, b, WIDE: tl.constexpr):
+    """a b of float32 matrices, exact to about 2^-22: three float16 products, or float32 ones."""
+    if WIDE:
+        return tl.dot(a, b, input_precision="ieee")
+    a_high = a.to(tl.float16)
+    b_high = b.to(tl.float16)
+    a_low = (a - a_high.to(tl.float32)).to(tl.float16)
+    b_low = (b - b_high.to(tl.float32)).to(tl.float16)
+    return tl.dot(a_high, b_high, tl.dot(a_high, b_low, tl.dot(a_low, b_high)))
+
+
+@triton.jit
+def solve(a, beta, WIDE: tl.constexpr):
+    """(I + a)^-1 diag(beta) of a strictly lower 64 x 64 matrix.
+
+    Diagonal blocks of 16 by elimination, all four at once; the rest is M = X16 a_off, M^4 = 0,
+    by Horner: X = X16 - M (X16 - M (X16 - M X16)).
+    """
+    row = tl.arange(0, 64)[:, None]
+    column = tl.arange(0, 64)[None, :]
+    block = tl.arange(0, 4)
+    same = (block[:, None] == block[None, :])[:, None, :, None]
+    inner = tl.sum(tl.where(same, tl.reshape(a, [4, 16, 4, 16]), 0.0), 2)  # 4 16 16
+    r = tl.arange(0, 16)[None, :, None]
+    c = tl.arange(0, 16)[None, None, :]
+    x = tl.where(r == c, 1.0, 0.0) + tl.zeros_like(inner)
+    for i in range(15):
+        pivot = tl.sum(tl.where(r == i, x, 0.0), 1)
+        below = tl.sum(tl.where(c == i, inner, 0.0), 2)
+        x -= below[:, :, None] * pivot[:, None, :]
+    x = tl.reshape(tl.where(same, x[:, :, None, :], 0.0), [64, 64])
+    m = product(x, tl.where(row // 16 > column // 16, a, 0.0), WIDE)
+    x = x * beta[None, :]
+    u = x - product(m, x, WIDE)
+    u = x - product(m, u, WIDE)
+    return x - product(m, u, WIDE)
+
+
+@triton.jit
+def path_prepare_kernel(
+    k, w, beta, keys, transitions, corner, solved, inverse, table, offsets, first,
+    tokens, G,
+    K: tl.constexpr, P: tl.constexpr, STORE_INVERSE: tl.constexpr,
+):  # fmt: skip
+    """Grid (blocks * G). One program: one block of one key head; see the module."""
+    entry = tl.program_id(0) // G
+    g = tl.program_id(0) % G
+    document = tl.load(table + 2 * entry)
+    if document < 0:
+        return
+    index = tl.load(table + 2 * entry + 1)
+    begin = tl.load(offsets + document)
+    end = tl.load(offsets + document + 1)
+    dtype: tl.constexpr = keys.dtype.element_ty
+    WIDE: tl.constexpr = dtype == tl.float32
+
+    token = begin + index * 64 + tl.arange(0, 64)
+    channel = tl.arange(0, P)
+    alive = token < end
+    place = (token * G + g)[:, None] * K + channel[None, :]
+    mask = alive[:, None] & (channel < K)[None, :]
+    kk = tl.load(k + place, mask=mask, other=0.0).to(dtype)
+    ww = tl.load(w + place, mask=mask, other=0.0).to(dtype)
+    bb = tl.load(beta + token * G + g, mask=alive, other=0.0).to(tl.float32)
+
+    row = tl.arange(0, 64)[:, None]
+    column = tl.arange(0, 64)[None, :]
+    gram = tl.dot(ww, tl.trans(ww), input_precision="ieee")
+    u = solve(tl.where(row > column, bb[:, None] * gram, 0.0), bb, WIDE)
+    e = tl.where(row > column, tl.dot(ww, tl.trans(kk), input_precision="ieee"), 0.0)
+    u_high = u.to(dtype)
+    ue = tl.dot(u_high, e.to(dtype), input_precision="ieee")
+    uw = tl.dot(u_high, ww, input_precision="ieee")
+    if not WIDE:
+        uw = tl.dot((u - u_high.to(tl.float32)).to(dtype), ww, uw)
+
+    slot = (tl.load(first + document) + index).to(tl.int64) * G + g
+    square = slot * 4096 + row * 64 + column
+    tl.store(corner + square, (-ue).to(dtype))
+    if STORE_INVERSE:
+        tl.store(inverse + square, u_high)
+    tl.store(solved + slot * 64 * P + row * P + channel[None, :], (-uw).to(dtype))
+    if (index + 1) * 64 >= end - begin:
+        return
+
+    moved = kk.to(tl.float32) - tl.dot(tl.trans(ue.to(dtype)), ww, input_precision="ieee")
+    tl.store(keys + (g.to(tl.int64) * tokens + token)[:, None] * P + channel[None, :],
+             moved.to(dtype))
+    uw_high = (-uw).to(dtype)
+    f = tl.dot(tl.trans(uw_high), ww, input_precision="ieee")
+    if not WIDE:
+        f = tl.dot(tl.trans((-uw - uw_high.to(tl.float32)).to(dtype)), ww, f)
+    tl.store(transitions + slot * P * P + channel[:, None] * P + channel[None, :], f.to(dtype))
+
+
+@triton.jit
+def path_move_kernel(
+    keys, transitions, table, offsets, first,
+    tokens, N, G, child, parent, level,
+    P: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """Keys and transitions of `level` from those of the level below.
+
+    Grid (segments * G, P / C). One program: C columns of one segment of one key head. Walks its
+    pieces from the last; y = F_{j+1} ... F_r - I in float32: keys (I + y), then y <- F_j (I + y) - I.
+    """
+    entry = tl.program_id(0) // G
+    g = (tl.program_id(0) % G).to(tl.int64)
+    document = tl.load(table + 2 * entry)
+    if document < 0:
+        return
+    index = tl.load(table + 2 * entry + 1)
+    begin = tl.load(offsets + document)
+    length = tl.load(offsets + document + 1) - begin
+    if (index + 1) * parent >= length:
+        return
+    dtype: tl.constexpr = keys.dtype.element_ty
+    row = tl.arange(0, P)
+    column = tl.program_id(1) * C + tl.arange(0, C)
+    lane = tl.arange(0, 64)
+    pieces = parent // child
+    below = tl.load(first + (level - 1) * N + document) + index * pieces
+    source = keys + ((level - 1) * G + g) * tokens * P
+    target = keys + (level * G + g) * tokens * P
+
+    y = tl.zeros([P, C], tl.float32)
+    for piece in range(pieces):
+        j = pieces - 1 - piece
+        yh = y.to(dtype)
+        for t in range(0, child, 64):
+            token = begin + index * parent + j * child + t + lane
+            kk = tl.load(source + token[:, None] * P + row[None, :])
+            kc = tl.load(source + token[:, None] * P + column[None, :]).to(tl.float32)
+            kc = tl.dot(kk, yh, kc, input_precision="ieee")
+            tl.store(target + token[:, None] * P + column[None, :], kc.to(dtype))
+        x = transitions + ((below + j).to(tl.int64) * G + g) * P * P
+        xx = tl.load(x + row[:, None] * P + row[None, :])
+        xc = tl.load(x + row[:, None] * P + column[None, :]).to(tl.float32)
+        y = tl.dot(xx, yh, y + xc, input_precision="ieee")
+    slot = (tl.load(first + level * N + document) + index).to(tl.int64) * G + g
+    tl.store(transitions + slot * P * P + row[:, None] * P + column[None, :], y.to(dtype))
+
+
+def padded(size: int) -> int:
+    """The width at which kernels hold a head of `size` channels."""
+    return max(16, triton.next_power_of_2(size))
+
+
+def prepare(
+    k: Tensor,
+    w: Tensor,
+    beta: Tensor,
+    docs: Documents,
+    sizes: tuple[int, int, int],
+    *,
+    inverse: bool = False,
+) -> Prepared:
+    """Solve every block and move keys and transitions up the levels of `sizes` tokens."""
+    G, K = k.shape[2:]
+    P = padded(K)
+    dtype = torch.float32 if k.dtype == torch.float32 else torch.float16
+    levels = [docs.tiles(size) for size in sizes]
+    rows, firsts = 0, []
+    for tiles in levels:
+        firsts.append(tiles.first + rows)
+        rows += len(tiles)
+    new = {"device": k.device, "dtype": dtype}
+    blocks = len(levels[0])
+    made = Prepared(
+        keys=torch.empty(len(sizes), G, docs.tokens, P, **new),
+        transitions=torch.empty(rows, G, P, P, **new),
+        corner=torch.empty(blocks, G, BLOCK, BLOCK, **new),
+        solved=torch.empty(blocks, G, BLOCK, P, **new),
+        inverse=torch.empty(blocks if inverse else 0, G, BLOCK, BLOCK, **new),
+        first=torch.stack(firsts),
+    )
+    path_prepare_kernel[(blocks * G,)](
+        k, w, beta, made.keys, made.transitions, made.corner, made.solved, made.inverse,
+        levels[0].table, docs.offsets, made.first, docs.tokens, G,
+        K=K, P=P, STORE_INVERSE=inverse, num_warps=4 if P <= 64 else 8, num_stages=1,
+    )  # fmt: skip
+    columns = min(P, 64)
+    for level in range(1, len(sizes)):
+        path_move_kernel[(len(levels[level]) * G, P // columns)](
+            made.keys, made.transitions, levels[level].table, docs.offsets, made.first,
+            docs.tokens, docs.count, G, sizes[level - 1], sizes[level], level,
+            P=P, C=columns, num_warps=4, num_stages=2,
+        )  # fmt: skip
+    return made

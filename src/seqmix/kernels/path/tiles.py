@@ -1,0 +1,57 @@
+"""Tile sizes and launch options per GPU class and head size: the committed result of tuning.
+
+`block`: query rows of a program; `keys`: keys of a tile; `sizes`: tokens of the three segment
+levels; `heads`: heads whose tiles are interleaved in the grid, longest first.
+Unknown GPUs take the safe default: small tiles, no register cap.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+
+LONGEST_TABLE = 32  # segments of the largest size in a document: bounds tables quadratic in it
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Options of one kernel launch."""
+
+    block: int = 64
+    keys: int = 64
+    warps: int = 4
+    stages: int = 2
+    registers: int | None = None
+    heads: int = 8
+
+    @property
+    def launch(self) -> dict[str, int]:
+        """What Triton's launcher wants to know."""
+        options = {"num_warps": self.warps, "num_stages": self.stages}
+        return options | ({} if self.registers is None else {"maxnreg": self.registers})
+
+
+HOPPER_FORWARD = {
+    64: Tile(64, 64, 4, 3, 168, 16),
+    128: Tile(128, 64, 8, 3, None, 8),
+    256: Tile(64, 32, 8, 2, None, 4),
+}
+
+
+def forward_tile(padded: int, dtype: torch.dtype, device: torch.device) -> Tile:
+    """The tile of the forward kernel for heads padded to `padded` channels."""
+    if dtype == torch.float32:
+        return Tile(64, 32, 4 if padded <= 64 else 8, 1)
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0):
+        return HOPPER_FORWARD[max(64, padded)]
+    return replace(Tile(), keys=32 if padded > 128 else 64, warps=4 if padded <= 64 else 8)
+
+
+def sizes(longest: int) -> tuple[int, int, int]:
+    """Tokens of the three segment levels for documents of at most `longest` tokens."""
+    top = 1024
+    while top * LONGEST_TABLE < longest:
+        top *= 2
+    middle = 256
+    while middle * LONGEST_TABLE < top:
+        middle *= 2
+    return 64, middle, top
