@@ -37,7 +37,7 @@ def read(s, values, high, total, sums, dtype: tl.constexpr):
 
 @triton.jit
 def path_forward_kernel(
-    q, k, v, w, gate, keys, transitions, corner, solved, y, lse, table, offsets, first,
+    q, k, v, w, gate, gates, keys, transitions, corner, solved, y, lse, table, offsets, first,
     tokens, row, N, H, G, scale,
     K: tl.constexpr, V: tl.constexpr, P: tl.constexpr, PV: tl.constexpr,
     S1: tl.constexpr, S2: tl.constexpr, M: tl.constexpr, C: tl.constexpr,
@@ -46,7 +46,7 @@ def path_forward_kernel(
     """Grid (tiles * H): HEADS heads side by side, their longest tiles first.
 
     One program: M query rows of one head; accumulates in float32; writes y and lse (natural).
-    gate [B, H, row] float64: log_forget summed from the first token of the row.
+    gate [B, H, row] float64, gates [B, H, row] float32: see `summed_gate`.
     """
     grid = tl.num_programs(0) // H * HEADS
     entry = tl.program_id(0) % grid // HEADS
@@ -71,8 +71,10 @@ def path_forward_kernel(
     total = tl.zeros([M], tl.float32)
     sums = tl.zeros([M, PV], tl.float32)
     if GATED:
-        gate += (begin // row * H + h) * row - begin // row * row
-        here = tl.load(gate + begin + position)
+        shift = (begin // row * H + h) * row - begin // row * row + begin
+        gate += shift
+        gates += shift
+        here = tl.load(gate + position)
 
     side = tl.arange(0, 64)
     for back in tl.static_range(M // 64):
@@ -97,7 +99,7 @@ def path_forward_kernel(
             s = tl.dot(b, ue, s, input_precision="ieee")
             qq = tl.dot(b, uw, qq, input_precision="ieee")
             if GATED:
-                age = here - tl.load(gate + token, mask=living, other=0.0)
+                age = here - tl.load(gate + token - begin, mask=living, other=0.0)
                 s += (age * 1.4426950408889634).to(tl.float32)[None, :]
             s = tl.where(causal, s, float("-inf"))
             high, total, sums = read(s, vv, high, total, sums, v.dtype.element_ty)
@@ -112,14 +114,18 @@ def path_forward_kernel(
         qh = qq.to(dtype)
         kp = keys + ((level * G + g) * tokens + begin + position) * P
         vp = v + ((begin + position) * G + g) * V
+        if GATED:
+            age = here - tl.load(gate + position // S2 * S2)
+            age = (age * 1.4426950408889634).to(tl.float32)
+            ahead = tl.load(gates + position + lane)
         for j in range(0, size, C):
             kk = tl.load(kp + (j + lane)[:, None] * P + channel[None, :])
             vv = tl.load(vp + ((j + lane) * G).to(tl.int64)[:, None] * V + value[None, :],
                          mask=(value < V)[None, :], other=0.0)
             s = tl.dot(qh, tl.trans(kk), input_precision="ieee")
             if GATED:
-                age = here - tl.load(gate + begin + position + j + lane)
-                s += (age * 1.4426950408889634).to(tl.float32)[None, :]
+                s += (age - ahead)[None, :]
+                ahead = tl.load(gates + position + j + C + lane, mask=lane + j + C < size, other=0.0)
             high, total, sums = read(s, vv, high, total, sums, v.dtype.element_ty)
         if position > 0:
             slot = (tl.load(first + level * N + document) + position // size).to(tl.int64) * G + g
@@ -131,22 +137,32 @@ def path_forward_kernel(
              mask=alive[:, None] & (value < V)[None, :])
     top = (high + tl.log2(total)) * 0.6931471805599453
     if GATED:
-        top += (tl.load(gate + query, mask=alive, other=0.0) - here).to(tl.float32)
+        top += (tl.load(gate + query - begin, mask=alive, other=0.0) - here).to(tl.float32)
     tl.store(lse + query * H + h, top, mask=alive)
 
 
-def summed_gate(log_forget: Tensor | None) -> Tensor | None:
-    """log_forget [B, T, H] summed over the tokens of its row, [B, H, T] float64.
+def summed_gate(
+    log_forget: Tensor | None, docs: Documents, segment: int
+) -> tuple[Tensor, Tensor] | None:
+    """log_forget [B, T, H] summed over its row, [B, H, T]: float64, and float32 in base 2.
 
-    Differences of sums lose nothing in float64. Below -1e4 a gate is 0 in every precision.
+    The second counts from the first token of the `segment` of its document, so that float32 is
+    enough. Below -1e4 a gate is 0 in every precision.
     """
     if log_forget is None:
         return None
-    return log_forget.transpose(1, 2).double().clamp(min=-1e4).cumsum(-1)
+    total = log_forget.transpose(1, 2).double().clamp(min=-1e4).cumsum(-1)
+    token = torch.arange(docs.row, device=total.device)
+    begin = 0
+    if docs.packed:
+        document = torch.searchsorted(docs.offsets[1:], token, right=True)
+        begin = docs.offsets[document.clamp(max=docs.count - 1)].clamp(max=docs.row - 1)
+    start = begin + (token - begin) // segment * segment
+    return total, ((total - total[..., start]) * LOG2E).float()
 
 
 def launch(
-    q: Tensor, k: Tensor, v: Tensor, w: Tensor, gate: Tensor | None, made: Prepared,
+    q: Tensor, k: Tensor, v: Tensor, w: Tensor, gate: tuple[Tensor, Tensor] | None, made: Prepared,
     docs: Documents, levels: tuple[int, int, int], scale: float, tile: Tile,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Run the forward kernel on what `prepare` made: y and lse."""
@@ -156,7 +172,7 @@ def launch(
     y, lse = new(*q.shape[:3], V), new(q.shape[:3], dtype=torch.float32)
     tiles = docs.tiles(tile.block)
     path_forward_kernel[(len(tiles) * H,)](
-        q, k, v, w, gate, made.keys, made.transitions, made.corner, made.solved, y, lse,
+        q, k, v, w, *(gate or (None, None)), made.keys, made.transitions, made.corner, made.solved, y, lse,
         tiles.table, docs.offsets, made.first, docs.tokens, docs.row, docs.count, H, G,
         scale * LOG2E, K=K, V=V, P=padded(K), PV=padded(V), S1=levels[1], S2=levels[2],
         M=tile.block, C=tile.keys, HEADS=math.gcd(H, tile.heads), GATED=gate is not None,
@@ -182,4 +198,4 @@ def forward(
     levels = levels or sizes(docs.row)
     tile = tile or forward_tile(max(padded(q.shape[3]), padded(v.shape[3])), q.dtype, q.device)
     made = prepare(k, w, beta, docs, levels)
-    return launch(q, k, v, w, summed_gate(log_forget), made, docs, levels, scale, tile)
+    return launch(q, k, v, w, summed_gate(log_forget, docs, levels[2]), made, docs, levels, scale, tile)

@@ -102,7 +102,6 @@ def path_prepare_kernel(
     alive = token < end
     place = (token * G + g)[:, None] * K + channel[None, :]
     mask = alive[:, None] & (channel < K)[None, :]
-    kk = tl.load(k + place, mask=mask, other=0.0).to(dtype)
     ww = tl.load(w + place, mask=mask, other=0.0).to(dtype)
     bb = tl.load(beta + token * G + g, mask=alive, other=0.0).to(tl.float32)
 
@@ -110,6 +109,9 @@ def path_prepare_kernel(
     column = tl.arange(0, 64)[None, :]
     gram = tl.dot(ww, tl.trans(ww), input_precision="ieee")
     u = solve(tl.where(row > column, bb[:, None] * gram, 0.0), bb, WIDE)
+    tl.debug_barrier()  # load again what need not occupy registers through the solve
+    kk = tl.load(k + place, mask=mask, other=0.0).to(dtype)
+    ww = tl.load(w + place, mask=mask, other=0.0).to(dtype)
     e = tl.where(row > column, tl.dot(ww, tl.trans(kk), input_precision="ieee"), 0.0)
     u_high = u.to(dtype)
     ue = tl.dot(u_high, e.to(dtype), input_precision="ieee")
@@ -123,12 +125,9 @@ def path_prepare_kernel(
     if STORE_INVERSE:
         tl.store(inverse + square, u_high)
     tl.store(solved + slot * 64 * P + row * P + channel[None, :], (-uw).to(dtype))
-    if (index + 1) * 64 >= end - begin:
-        return
-
     moved = kk.to(tl.float32) - tl.dot(tl.trans(ue.to(dtype)), ww, input_precision="ieee")
     tl.store(keys + (g.to(tl.int64) * tokens + token)[:, None] * P + channel[None, :],
-             moved.to(dtype))
+             moved.to(dtype), mask=alive[:, None])
     uw_high = (-uw).to(dtype)
     f = tl.dot(tl.trans(uw_high), ww, input_precision="ieee")
     if not WIDE:
@@ -184,6 +183,11 @@ def path_move_kernel(
     tl.store(transitions + slot * P * P + row[:, None] * P + column[None, :], y.to(dtype))
 
 
+def _options(P: int) -> dict[str, int]:
+    cap = {"maxnreg": 168} if P <= 64 else {}
+    return {"num_warps": 4 if P <= 64 else 8, "num_stages": 1} | cap
+
+
 def padded(size: int) -> int:
     """The width at which kernels hold a head of `size` channels."""
     return max(16, triton.next_power_of_2(size))
@@ -220,7 +224,7 @@ def prepare(
     path_prepare_kernel[(blocks * G,)](
         k, w, beta, made.keys, made.transitions, made.corner, made.solved, made.inverse,
         levels[0].table, docs.offsets, made.first, docs.tokens, G,
-        K=K, P=P, STORE_INVERSE=inverse, num_warps=4 if P <= 64 else 8, num_stages=1,
+        K=K, P=P, STORE_INVERSE=inverse, **_options(P),
     )  # fmt: skip
     columns = min(P, 64)
     for level in range(1, len(sizes)):
