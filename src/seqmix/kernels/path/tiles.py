@@ -46,6 +46,27 @@ def forward_tile(padded: int, dtype: torch.dtype, device: torch.device) -> Tile:
     return replace(Tile(), keys=32 if padded > 128 else 64, warps=4 if padded <= 64 else 8)
 
 
+@dataclass(frozen=True)
+class Backward:
+    """The kernels of the backward pass."""
+
+    queries: Tile
+    dq: Tile
+    dkv: Tile
+    move: Tile
+    blocks: Tile
+
+
+def backward_tiles(padded: int, dtype: torch.dtype, device: torch.device) -> Backward:
+    """The tiles of the backward kernels for heads padded to `padded` channels."""
+    warps = 4 if padded <= 64 else 8
+    few, many = Tile(warps=warps, stages=1), Tile(warps=warps, stages=2)
+    if dtype == torch.float32:
+        return Backward(few, replace(few, keys=32), few, few, few)
+    keys = 64 if padded <= 128 else 32
+    return Backward(few, replace(many, keys=keys), many, few, replace(few, warps=8))
+
+
 def sizes(longest: int) -> tuple[int, int, int]:
     """Tokens of the three segment levels for documents of at most `longest` tokens."""
     top = 1024

@@ -1,0 +1,132 @@
+"""Backward pass of PaTH attention: every gradient, deterministic, memory linear in T.
+
+Nothing is saved but y and lse. Keys, transitions and queries are made anew, queries at the left
+edge of their segment of each level as keys at the right edge; spans (spans.py) join the two.
+Query tiles then walk right (queries.py), key tiles walk left (dkv.py), transitions collect what
+crossed them, and the gradient of each block goes through its solve (blocks.py).
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from seqmix.kernels.path.blocks import path_blocks_back_kernel
+from seqmix.kernels.path.dkv import path_dkv_kernel
+from seqmix.kernels.path.forward import LOG2E, summed_gate
+from seqmix.kernels.path.layout import Documents, documents
+from seqmix.kernels.path.prepare import padded, prepare
+from seqmix.kernels.path.queries import path_dq_kernel, path_queries_kernel
+from seqmix.kernels.path.spans import make_spans, path_gather_kernel, path_move_back_kernel
+from seqmix.kernels.path.tiles import Backward, backward_tiles, sizes
+
+
+def scaling(dy: Tensor, v: Tensor) -> Tensor:
+    """The power of two that brings gradients of logits below 2^15, so that float16 holds them.
+
+    |ds| <= p |dp - delta| <= 2 V max|dy| max|v|. float32 inputs need none.
+    """
+    if v.dtype == torch.float32:
+        return torch.ones((), device=v.device)
+    bound = 1.0
+    for x in (dy, v):
+        bound = bound * torch.linalg.vector_norm(x, ord=math.inf).float()
+    bound = (bound * v.shape[-1]).clamp(min=1e-30)
+    return torch.exp2(torch.floor(14 - torch.log2(bound)))
+
+
+def backward(
+    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, w: Tensor, beta: Tensor,
+    log_forget: Tensor | None, y: Tensor, lse: Tensor, scale: float, cu_seqlens: Tensor | None,
+    tiles: Backward | None = None, levels: tuple[int, int, int] | None = None,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """dq, dk, dv, dw, dbeta and dlog_forget (None without a gate) of contiguous inputs."""
+    H, K = q.shape[2:]
+    G, V = v.shape[2:]
+    P, PV = padded(K), padded(V)
+    docs = documents(*q.shape[:2], cu_seqlens, q.device)
+    levels = levels or sizes(docs.row)
+    tiles = tiles or backward_tiles(max(P, PV), q.dtype, q.device)
+    S1, S2 = levels[1:]
+    cuts = [docs.tiles(size) for size in levels]
+    blocks, owners, _ = cuts
+    made = prepare(k, w, beta, docs, levels, inverse=True)
+    spans = make_spans(made, docs, cuts, levels)
+    gate = summed_gate(log_forget, docs, S2)
+    gated = gate is not None
+    total, gates = gate or (None, None)
+    factor = scaling(dy, v)
+    shape = (docs.tokens, docs.row, docs.count, H, G)
+    size = {"K": K, "V": V, "P": P, "PV": PV}
+    wide = {"device": q.device, "dtype": torch.float32}
+    N = docs.count
+
+    queries = torch.empty(3, H, docs.tokens, P, device=q.device, dtype=made.keys.dtype)
+    row_max, delta = (torch.empty(H, docs.tokens, **wide) for _ in range(2))
+    path_queries_kernel[(len(blocks) * H,)](
+        q, w, dy, y, lse, gates, factor, made.solved, made.transitions, queries, row_max, delta,
+        blocks.table, docs.offsets, made.first, *shape, scale * LOG2E,
+        **size, S1=S1, S2=S2, GATED=gated, **tiles.queries.launch,
+    )  # fmt: skip
+
+    new = torch.zeros_like if docs.packed else torch.empty_like  # tokens behind the last document
+    dq, dk, dv, dw, dbeta = (new(x) for x in (q, k, v, w, beta))
+    dleft = torch.empty(H, docs.tokens, P, **wide)
+    slots = S1 // 64 + S2 // S1 - 2 + max(0, -(-docs.row // S2) - 1)
+    partial = torch.empty(len(owners), H, max(slots, 1), P, P, **wide)
+    drow, dcolumn = (torch.zeros(H, docs.tokens, **wide) if gated else None for _ in range(2))
+    path_dq_kernel[(len(owners) * H,)](
+        q, k, v, w, dy, total, gates, factor, made.keys, made.transitions, spans.products,
+        made.corner, made.solved, queries, row_max, delta, dq, dleft, partial, drow,
+        owners.table, docs.offsets, made.first, spans.base, owners.first, *shape,
+        scale * LOG2E, slots, **size, S1=S1, S2=S2, C=tiles.dq.keys,
+        HEADS=math.gcd(H, tiles.dq.heads), GATED=gated, **tiles.dq.launch,
+    )  # fmt: skip
+
+    dkeys = torch.empty(3, G, docs.tokens, P, **wide)
+    dvalues = torch.empty(G, docs.tokens, PV, **wide)
+    path_dkv_kernel[(len(blocks) * G,)](
+        v, dy, total, gates, factor, made.keys, made.transitions, spans.products, queries,
+        row_max, delta, dkeys, dvalues, dcolumn, blocks.table, docs.offsets, made.first,
+        spans.base, *shape, V=V, P=P, PV=PV, S1=S1, S2=S2,
+        HEADS=math.gcd(G, tiles.dkv.heads), GATED=gated, **tiles.dkv.launch,
+    )  # fmt: skip
+
+    dtransitions = torch.empty(made.transitions.shape, **wide)
+    part = min(P * P, 1024)
+    for level, cut in enumerate(cuts):
+        path_gather_kernel[(len(cut) * G, P * P // part)](
+            partial, dtransitions, cut.table, docs.offsets, made.first, owners.first, H, G,
+            slots, N, S1, S2, level=level, P=P, C=part, num_warps=4,
+        )  # fmt: skip
+    for level in (2, 1):
+        path_move_back_kernel[(len(cuts[level]) * G,)](
+            made.keys, dkeys, made.transitions, dtransitions, spans.products, cuts[level].table,
+            docs.offsets, made.first, spans.base, docs.tokens, N, G, levels[level - 1],
+            levels[level], level, P=P, **tiles.move.launch,
+        )  # fmt: skip
+    path_blocks_back_kernel[(len(blocks) * G,)](
+        q, k, v, w, dy, gates, factor, made.corner, made.solved, made.inverse, row_max, delta,
+        dleft, dkeys, dtransitions, dvalues, dcolumn, dk, dv, dw, dbeta, blocks.table,
+        docs.offsets, made.first, docs.tokens, docs.row, H, G, scale * LOG2E,
+        **size, GATED=gated, **tiles.blocks.launch,
+    )  # fmt: skip
+    dlog_forget = None
+    if gated:
+        dlog_forget = gate_gradient(drow - dcolumn, factor, log_forget, docs)
+    return dq, dk, dv, dw, dbeta, dlog_forget
+
+
+def gate_gradient(dsum: Tensor, factor: Tensor, log_forget: Tensor, docs: Documents) -> Tensor:
+    """The gradient of log_forget from that of its sums, [H, tokens]: summed to the document's end."""
+    dsum = dsum.view(-1, docs.batch, docs.row).double().cumsum(-1)
+    before = torch.nn.functional.pad(dsum, (1, 0))
+    if docs.packed:
+        token = torch.arange(docs.row, device=dsum.device)
+        document = torch.searchsorted(docs.offsets[1:], token, right=True)
+        tail = document >= docs.count
+        end = docs.offsets[1:][document.clamp(max=docs.count - 1)]
+        after = (before[..., end] - before[..., :-1]).masked_fill(tail, 0.0)
+    else:
+        after = before[..., -1:] - before[..., :-1]
+    return (after / factor).permute(1, 2, 0).to(log_forget.dtype).contiguous()
