@@ -55,6 +55,7 @@ def backward(
     gate = summed_gate(log_forget, docs, S2)
     gated = gate is not None
     total, gates = gate or (None, None)
+    dy = dy.to(v.dtype)
     factor = scaling(dy, v)
     shape = (docs.tokens, docs.row, docs.count, H, G)
     size = {"K": K, "V": V, "P": P, "PV": PV}
@@ -89,7 +90,7 @@ def backward(
         v, dy, total, gates, factor, made.keys, made.transitions, spans.products, queries,
         row_max, delta, dkeys, dvalues, dcolumn, blocks.table, docs.offsets, made.first,
         spans.base, *shape, V=V, P=P, PV=PV, S1=S1, S2=S2,
-        HEADS=math.gcd(G, tiles.dkv.heads), GATED=gated, **tiles.dkv.launch,
+        HEADS=math.gcd(G, tiles.dkv.heads), TURNED=tiles.dkv.turned, GATED=gated, **tiles.dkv.launch,
     )  # fmt: skip
 
     dtransitions = torch.empty(made.transitions.shape, **wide)

@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 
+from seqmix.kernels.path.prepare import rows
 from seqmix.kernels.path.spans import scaled
 
 
@@ -12,7 +13,7 @@ def path_dkv_kernel(
     dkeys, dv, dcolumn, table, offsets, first, base,
     tokens, row, N, H, G,
     V: tl.constexpr, P: tl.constexpr, PV: tl.constexpr,
-    S1: tl.constexpr, S2: tl.constexpr, HEADS: tl.constexpr, GATED: tl.constexpr,
+    S1: tl.constexpr, S2: tl.constexpr, HEADS: tl.constexpr, TURNED: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
     """Grid (blocks * G). One program: 64 keys of one key head, all queries outside their block.
 
@@ -86,22 +87,33 @@ def path_dkv_kernel(
                 for n in range(0, tl.minimum(size, length - left), 64):
                     lane = n + side
                     real = left + lane < length
-                    qq = tl.load(qp + lane[:, None] * P + channel[None, :],
-                                 mask=real[:, None], other=0.0)
-                    dd = tl.load(dp + (lane * H).to(tl.int64)[:, None] * V + value[None, :],
-                                 mask=real[:, None] & (value < V)[None, :], other=0.0)
+                    lane = tl.minimum(lane, length - left - 1)  # a row again: its p will be 0
+                    qq = rows(qp, lane * P, P, P)
+                    dd = rows(dp, lane * (H * V), V, PV)
                     top = tl.load(row_max + rp + lane, mask=real, other=float("inf"))
-                    dl = tl.load(delta + rp + lane, mask=real, other=0.0)
-                    s = tl.dot(kh, tl.trans(qq), input_precision="ieee") - top[None, :]
-                    if GATED:
-                        s -= decay[:, None]
-                    p = tl.exp2(s)
-                    dvv = tl.dot(p.to(vtype), dd.to(vtype), dvv, input_precision="ieee")
-                    ds = tl.dot(vv, tl.trans(dd.to(vtype)), input_precision="ieee")
-                    ds = p * (ds * gs - dl[None, :])
-                    if GATED:
-                        sums += tl.sum(ds, 1)
-                    dk = tl.dot(ds.to(dtype), qq, dk, input_precision="ieee")
+                    dl = tl.load(delta + rp + lane)
+                    if TURNED:  # queries along rows: fewer registers, two passes through memory
+                        s = tl.dot(qq, tl.trans(kh), input_precision="ieee") - top[:, None]
+                        if GATED:
+                            s -= decay[None, :]
+                        p = tl.exp2(s)
+                        dvv = tl.dot(tl.trans(p.to(vtype)), dd, dvv, input_precision="ieee")
+                        ds = tl.dot(dd, tl.trans(vv), input_precision="ieee")
+                        ds = p * (ds * gs - dl[:, None])
+                        if GATED:
+                            sums += tl.sum(ds, 0)
+                        dk = tl.dot(tl.trans(ds.to(dtype)), qq, dk, input_precision="ieee")
+                    else:
+                        s = tl.dot(kh, tl.trans(qq), input_precision="ieee") - top[None, :]
+                        if GATED:
+                            s -= decay[:, None]
+                        p = tl.exp2(s)
+                        dvv = tl.dot(p.to(vtype), dd, dvv, input_precision="ieee")
+                        ds = tl.dot(vv, tl.trans(dd), input_precision="ieee")
+                        ds = p * (ds * gs - dl[None, :])
+                        if GATED:
+                            sums += tl.sum(ds, 1)
+                        dk = tl.dot(ds.to(dtype), qq, dk, input_precision="ieee")
                 if GATED:
                     out = dcolumn + h * tokens + token
                     tl.store(out, tl.load(out, mask=alive, other=0.0) + sums, mask=alive)

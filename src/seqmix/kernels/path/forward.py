@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from seqmix.kernels.path.layout import Documents, documents
-from seqmix.kernels.path.prepare import Prepared, padded, prepare
+from seqmix.kernels.path.prepare import Prepared, padded, prepare, rows
 from seqmix.kernels.path.tiles import Tile, forward_tile, sizes
 
 LOG2E = math.log2(math.e)
@@ -120,8 +120,7 @@ def path_forward_kernel(
             ahead = tl.load(gates + position + lane)
         for j in range(0, size, C):
             kk = tl.load(kp + (j + lane)[:, None] * P + channel[None, :])
-            vv = tl.load(vp + ((j + lane) * G).to(tl.int64)[:, None] * V + value[None, :],
-                         mask=(value < V)[None, :], other=0.0)
+            vv = rows(vp, (j + lane) * (G * V), V, PV)
             s = tl.dot(qh, tl.trans(kk), input_precision="ieee")
             if GATED:
                 s += (age - ahead)[None, :]

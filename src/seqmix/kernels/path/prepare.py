@@ -41,6 +41,16 @@ class Prepared:
 
 
 @triton.jit
+def rows(pointer, offset, size: tl.constexpr, padded: tl.constexpr):
+    """Rows of `size` channels at `offset` from pointer, zero up to `padded`; no mask if not needed."""
+    channel = tl.arange(0, padded)
+    place = pointer + offset[:, None] + channel[None, :]
+    if size == padded:
+        return tl.load(place)
+    return tl.load(place, mask=(channel < size)[None, :], other=0.0)
+
+
+@triton.jit
 def product(a, b, WIDE: tl.constexpr):
     """a b of float32 matrices, exact to about 2^-22: three float16 products, or float32 ones."""
     if WIDE:

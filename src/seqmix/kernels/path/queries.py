@@ -9,6 +9,7 @@ gradient that meets a query (keys, transitions, w) is ln 2 / scaling times what 
 import triton
 import triton.language as tl
 
+from seqmix.kernels.path.prepare import rows
 from seqmix.kernels.path.spans import scaled
 
 
@@ -176,8 +177,7 @@ def path_dq_kernel(
                 shifted = top
             for n in range(0, size, C):
                 kk = tl.load(kp + (n + lane)[:, None] * P + channel[None, :])
-                vv = tl.load(vp + ((n + lane) * G).to(tl.int64)[:, None] * V + value[None, :],
-                             mask=(value < V)[None, :], other=0.0)
+                vv = rows(vp, (n + lane) * (G * V), V, PV)
                 s = tl.dot(qh, tl.trans(kk), input_precision="ieee") - shifted[:, None]
                 if GATED:
                     s -= ahead[None, :]

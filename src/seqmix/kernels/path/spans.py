@@ -171,8 +171,8 @@ def path_move_back_kernel(
             dkh, factor = scaled(dk, dtype)
             d += tl.dot(tl.trans(kk), dkh, input_precision="ieee") * factor
             dk += tl.dot(dkh, tl.trans(r), input_precision="ieee") * factor
-            out = dkeys + (low + t) * P + tile
-            tl.store(out, tl.load(out) + dk)
+            grown = dkeys + (low + t) * P + tile
+            tl.store(grown, tl.load(grown) + dk)
 
 
 def make_spans(

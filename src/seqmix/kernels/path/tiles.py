@@ -1,7 +1,8 @@
 """Tile sizes and launch options per GPU class and head size: the committed result of tuning.
 
 `block`: query rows of a program; `keys`: keys of a tile; `sizes`: tokens of the three segment
-levels; `heads`: heads whose tiles are interleaved in the grid, longest first.
+levels; `heads`: heads whose tiles are interleaved in the grid, longest first;
+`turned`: in the dkv kernel, logits have queries along rows.
 Unknown GPUs take the safe default: small tiles, no register cap.
 """
 
@@ -22,6 +23,7 @@ class Tile:
     stages: int = 2
     registers: int | None = None
     heads: int = 8
+    turned: bool = False
 
     @property
     def launch(self) -> dict[str, int]:
@@ -60,11 +62,13 @@ class Backward:
 def backward_tiles(padded: int, dtype: torch.dtype, device: torch.device) -> Backward:
     """The tiles of the backward kernels for heads padded to `padded` channels."""
     warps = 4 if padded <= 64 else 8
-    few, many = Tile(warps=warps, stages=1), Tile(warps=warps, stages=2)
+    few, many = Tile(warps=warps, stages=1), Tile(warps=warps, stages=2, turned=True)
     if dtype == torch.float32:
         return Backward(few, replace(few, keys=32), few, few, few)
     keys = 64 if padded <= 128 else 32
-    return Backward(few, replace(many, keys=keys), many, few, replace(few, warps=8))
+    cap = 168 if padded <= 64 else None
+    dq = replace(many, keys=keys, registers=cap)
+    return Backward(few, dq, many, few, replace(few, warps=8))
 
 
 def sizes(longest: int) -> tuple[int, int, int]:
