@@ -126,7 +126,7 @@ def _backward_tile(dy, dcontent, dexcess, q, k, w, beta, log_decay, prior, conte
     dprior, *grads = (torch.zeros_like(x) for x in (prior, q, k, w, beta, log_decay))
     for chunk in reversed(chunks(q.shape[1], CHUNK)):
         tokens = (x[:, chunk] for x in (dy, q, k, w, beta, log_decay))
-        results = _backward_chunk(dcontent, dexcess, *tokens, prior, *starts.pop())
+        results = _backward_chunk(dcontent, dexcess, *starts.pop(), prior, *tokens)
         *results, dprior_part, dcontent, dexcess = results
         for grad, result in zip(grads, results, strict=True):
             grad[:, chunk] = result
@@ -134,7 +134,7 @@ def _backward_tile(dy, dcontent, dexcess, q, k, w, beta, log_decay, prior, conte
     return *grads, dprior, dcontent, dexcess
 
 
-def _backward_chunk(dcontent, dexcess, dy, q, k, w, beta, log_decay, prior, content, excess):
+def _backward_chunk(dcontent, dexcess, content, excess, prior, dy, q, k, w, beta, log_decay):
     decay, k2 = decay_matrix(log_decay), k.square()
     contents, excesses = _states(decay, content, w, k), _states(decay, excess, beta, k2)
     r = (excesses[:, 1:] + prior).reciprocal_()[:, :, :, None]  # N C M 1 K
