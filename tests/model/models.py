@@ -27,6 +27,7 @@ CROPPABLE = ("rope", "nope", "alibi", "fox")
 def config(name: str, **changes) -> SeqmixConfig:
     mixers, options = MODELS[name]
     sizes = {
+        "mixer_options": options,
         "vocab_size": VOCABULARY,
         "hidden_size": 32,
         "num_hidden_layers": max(2, len(mixers)),
@@ -37,7 +38,7 @@ def config(name: str, **changes) -> SeqmixConfig:
         "eos_token_id": 2,
         "pad_token_id": 0,
     }
-    return SeqmixConfig(mixers=mixers, mixer_options=options, **(sizes | changes))
+    return SeqmixConfig(mixers=mixers, **(sizes | changes))
 
 
 def model(name: str, **changes) -> SeqmixForCausalLM:
@@ -55,6 +56,7 @@ def tokens(batch: int, length: int) -> torch.Tensor:
 
 def distance(a: torch.Tensor, b: torch.Tensor) -> float:
     """|a - b| / |b|."""
+    a, b = a.detach(), b.detach()
     return float(torch.linalg.vector_norm(a - b) / torch.linalg.vector_norm(b))
 
 

@@ -58,7 +58,9 @@ class SeqmixCache(Cache):
         """Let row i go on from what was row `beam_idx[i]`."""
         self._update(lambda state: state.select(beam_idx))
 
-    batch_select_indices = reorder_cache
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep the given rows."""
+        self.reorder_cache(indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every row `repeats` times, side by side."""
@@ -68,12 +70,13 @@ class SeqmixCache(Cache):
             )
         )
 
-    def crop(self, length: int) -> None:
-        """Keep the first `length` columns, or drop the last `-length`. All layers, or ValueError.
+    def crop(self, tokens_to_remove: int) -> None:
+        """Drop the last `-tokens_to_remove` columns, exactly or with ValueError.
 
-        Exact, or refused: a memory of fixed size cannot forget. Zero does nothing, as elsewhere.
+        A positive number is the length to keep, as earlier versions call it; 0 does nothing.
         """
-        drop = self.columns - length if length > 0 else min(-length, self.columns)
+        keep = tokens_to_remove if tokens_to_remove > 0 else self.columns + tokens_to_remove
+        drop = self.columns - max(keep, 0)
         if drop <= 0:
             return
         if self.columns - drop < self.padded:
@@ -99,7 +102,8 @@ class SeqmixCache(Cache):
 
     def reset(self) -> None:
         """Forget everything."""
-        self.states, self.columns, self.padded = [None] * len(self), 0, 0
+        self.states = [None for _ in self.states]
+        self.columns = self.padded = 0
 
     def _update(self, function: Callable[[State], State]) -> None:
         self.states = [state if state is None else function(state) for state in self.states]
@@ -123,7 +127,10 @@ class SeqmixCache(Cache):
     def get_max_length(self, layer_idx: int | None = None) -> int:
         return -1
 
-    is_compileable = False  # states grow or are replaced, so no static addresses
+    @property
+    def is_compileable(self) -> bool:
+        """False: states are replaced, so none keeps its address."""
+        return False
 
     @property
     def is_initialized(self) -> bool:

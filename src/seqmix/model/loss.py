@@ -53,11 +53,11 @@ def chunked_cross_entropy(
     """
     rows = max(1, LOGITS_AT_ONCE // vocabulary)
     chunks = zip(hidden.flatten(0, 1).split(rows), targets.flatten().split(rows), strict=True)
-    chunks = list(chunks)
-    if len(chunks) == 1:
-        total = _summed(head, *chunks[0])
+    if targets.numel() <= rows:
+        total = _summed(head, *next(chunks))
     else:
-        total = sum(checkpoint(_summed, head, *chunk, use_reentrant=False) for chunk in chunks)
+        parts = [checkpoint(_summed, head, *chunk, use_reentrant=False) for chunk in chunks]
+        total = torch.stack(parts).sum()
     if num_items is None:
         num_items = (targets != IGNORE).sum().clamp(min=1)
     return total / num_items

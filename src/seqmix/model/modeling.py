@@ -8,8 +8,8 @@ Padding is turned into packed documents once, at the top: a row becomes a docume
 padding, so the layers never see a mask and every state keeps one row a sequence.
 """
 
-from collections.abc import Callable, Iterator
-from typing import Any, Self
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Self, cast
 
 import torch
 from jaxtyping import Float, Int
@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from transformers import AutoModel, AutoModelForCausalLM, GenerationMixin, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
-from transformers.utils import can_return_tuple
+from transformers.utils.generic import can_return_tuple
 
 from seqmix.layers.attention import Attention
 from seqmix.layers.common import RMSNorm
@@ -28,6 +28,7 @@ from seqmix.model.cache import CACHE_NAME, SeqmixCache
 from seqmix.model.config import SeqmixConfig
 from seqmix.model.loss import chunked_cross_entropy, next_tokens
 from seqmix.model.padding import Packing
+from seqmix.ops.check import Arguments
 
 
 class SwiGLU(nn.Module):
@@ -40,7 +41,7 @@ class SwiGLU(nn.Module):
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
 
     def init_weights(self, std: float) -> None:
-        for linear in self.children():
+        for linear in (self.gate_proj, self.up_proj, self.down_proj):
             nn.init.normal_(linear.weight, std=std)
 
     def forward(self, x: Float[Tensor, "B T D"]) -> Float[Tensor, "B T D"]:
@@ -53,7 +54,7 @@ class SeqmixBlock(GradientCheckpointingLayer):
     def __init__(self, config: SeqmixConfig, layer: int) -> None:
         super().__init__()
         self.mixer_norm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.mixer = build_mixer(
+        self.mixer: Any = build_mixer(
             config.mixers[layer],
             hidden_size=config.hidden_size,
             num_heads=config.num_heads,
@@ -67,7 +68,7 @@ class SeqmixBlock(GradientCheckpointingLayer):
             self.mlp = SwiGLU(config.hidden_size, config.intermediate_size)
 
     def init_weights(self, std: float) -> None:
-        for part in self.children():
+        for part in cast(Iterator[Any], self.children()):
             part.init_weights(std)
 
     def forward(
@@ -119,7 +120,7 @@ class SeqmixPreTrainedModel(PreTrainedModel):
                 for parameter, value in loaded:
                     parameter.copy_(value)
 
-    def _init_weights(self, module: nn.Module) -> None:
+    def _init_weights(self, module: Any) -> None:
         if hasattr(module, "init_weights"):
             module.init_weights(self.config.initializer_range)
         else:
@@ -137,7 +138,8 @@ class SeqmixModel(SeqmixPreTrainedModel):
                 f"num_hidden_layers is {config.num_hidden_layers}; change both"
             )
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(SeqmixBlock(config, i) for i in range(config.num_hidden_layers))
+        blocks = nn.ModuleList(SeqmixBlock(config, i) for i in range(config.num_hidden_layers))
+        self.layers = cast(Sequence[SeqmixBlock], blocks)
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
         self._keep_in_fp32_modules_strict = {
             f"mixer.{name}" for block in self.layers for name in block.mixer.no_decay
@@ -164,9 +166,7 @@ class SeqmixModel(SeqmixPreTrainedModel):
         use_cache: start a cache; by default as `config.use_cache` says, and not in training.
         cu_seqlens: borders of packed documents (B = 1); a mask beside it must be all ones.
         """
-        if (input_ids is None) == (inputs_embeds is None):
-            raise ValueError("SeqmixModel: give either input_ids or inputs_embeds")
-        x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        x = self._embed(input_ids, inputs_embeds)
         cache = self._cache(cache if past_key_values is None else past_key_values, use_cache)
         past = 0 if cache is None else cache.columns
         packing = Packing.of(x, attention_mask, past, cu_seqlens)
@@ -182,9 +182,18 @@ class SeqmixModel(SeqmixPreTrainedModel):
             states.append(state)
         x = packing.unpack(self.norm(x))
         if cache is not None:
-            cache.advance(states, packing.length, padded=packing.index is not None)
+            cache.advance(states, packing.length, padded=packing.real is not None)
         all_hidden = (*hidden, x) if output_hidden_states else None
-        return BaseModelOutputWithPast(x, hidden_states=all_hidden, **{CACHE_NAME: cache})
+        output: dict[str, Any] = {"hidden_states": all_hidden, CACHE_NAME: cache}
+        return BaseModelOutputWithPast(x, **output)
+
+    def _embed(self, input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
+        if inputs_embeds is not None and input_ids is None:
+            return inputs_embeds
+        if input_ids is None or inputs_embeds is not None:
+            raise ValueError("SeqmixModel: give either input_ids or inputs_embeds")
+        Arguments("SeqmixModel", input_ids).shape("input_ids", input_ids, "B T")
+        return self.embed_tokens(input_ids)
 
     def _cache(self, cache: SeqmixCache | None, use_cache: bool | None) -> SeqmixCache | None:
         """The cache to go on from, a new one, or None."""
@@ -222,6 +231,8 @@ class SeqmixForCausalLM(SeqmixPreTrainedModel, GenerationMixin):
         super().__init__(config)
         self.model = SeqmixModel(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        # Assisted decoding takes tokens back, which only keys and values allow; refused otherwise.
+        self._is_stateful = not all(isinstance(b.mixer, Attention) for b in self.model.layers)
         self.post_init()
 
     @can_return_tuple
@@ -263,17 +274,20 @@ class SeqmixForCausalLM(SeqmixPreTrainedModel, GenerationMixin):
         )
         hidden, loss, logits = outputs.last_hidden_state, None, None
         if labels is not None:
+            check = Arguments("SeqmixForCausalLM", hidden)
+            check.shape("hidden", hidden, "B T D")
+            check.shape("labels", labels, "B T")
             targets = next_tokens(labels, attention_mask, cu_seqlens)
             size = self.config.vocab_size
             loss = chunked_cross_entropy(self.lm_head, hidden, targets, size, num_items_in_batch)
         if return_logits is None:
             return_logits = labels is None or not self.training
         if return_logits:
-            if isinstance(logits_to_keep, int):
-                logits_to_keep = slice(-logits_to_keep, None)
-            logits = self.lm_head(hidden[:, logits_to_keep])
-        cache = {CACHE_NAME: getattr(outputs, CACHE_NAME)}
-        return CausalLMOutputWithPast(loss, logits, hidden_states=outputs.hidden_states, **cache)
+            last = isinstance(logits_to_keep, int)
+            kept = slice(-logits_to_keep, None) if last else logits_to_keep
+            logits = self.lm_head(hidden[:, kept])
+        rest = {name: getattr(outputs, name) for name in ("hidden_states", CACHE_NAME)}
+        return CausalLMOutputWithPast(loss, logits, **rest)
 
     def flops(self, length: int) -> int:
         """Forward FLOPs of one sequence of `length` tokens, the head's included."""
@@ -283,18 +297,14 @@ class SeqmixForCausalLM(SeqmixPreTrainedModel, GenerationMixin):
         """Bytes of the cache behind one sequence of `length` tokens."""
         return self.model.state_bytes(length)
 
-    @property
-    def _is_stateful(self) -> bool:
-        """Assisted decoding is refused where tokens cannot be taken back from a memory."""
-        return not all(isinstance(block.mixer, Attention) for block in self.model.layers)
-
     def _prepare_cache_for_generation(
         self, generation_config: Any, model_kwargs: dict, *args: Any, **kwargs: Any
-    ) -> None:
+    ) -> Any:
         """Hand `generate()` our cache where it would make one of keys and values."""
         if generation_config.use_cache is not False and model_kwargs.get(CACHE_NAME) is None:
             model_kwargs[CACHE_NAME] = SeqmixCache(self.config.num_hidden_layers)
-        super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
+        library: Any = super()
+        library._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
 
 
 def _parts(model: nn.Module) -> Iterator[nn.Module]:

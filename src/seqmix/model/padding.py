@@ -13,13 +13,13 @@ class Packing(NamedTuple):
     """How the tokens of a batch go through the layers.
 
     batch, length: B and T as the caller sees them.
-    index [P]: the real tokens among all B T, None where nothing is left out.
+    real [P]: where the real tokens are among all B T, None where nothing is left out.
     cu_seqlens [N+1]: the borders of documents, None where every row is full.
     """
 
     batch: int
     length: int
-    index: Int[Tensor, "P"] | None
+    real: Int[Tensor, "P"] | None
     cu_seqlens: Int[Tensor, "N+1"] | None
 
     @classmethod
@@ -47,13 +47,13 @@ class Packing(NamedTuple):
                 f"attention_mask must have shape [B={batch}, T={length}]{behind}, 0 at padding, "
                 f"got {list(attention_mask.shape)}"
             )
-        real = attention_mask[:, attention_mask.shape[1] - length :].bool()
-        if real.all():
+        mask = attention_mask[:, attention_mask.shape[1] - length :].bool()
+        if mask.all():
             return cls(batch, length, None, cu_seqlens)
         if cu_seqlens is not None:
             check.fail("attention_mask beside cu_seqlens must be all ones, got padding")
-        index, ends = real.flatten().nonzero()[:, 0], real.sum(1).cumsum(0)
-        return cls(batch, length, index, torch.cat([ends.new_zeros(1), ends]))
+        real, ends = mask.flatten().nonzero()[:, 0], mask.sum(1).cumsum(0)
+        return cls(batch, length, real, torch.cat([ends.new_zeros(1), ends]))
 
     @property
     def rows(self) -> int:
@@ -62,11 +62,11 @@ class Packing(NamedTuple):
 
     def pack(self, x: Float[Tensor, "B T D"]) -> Float[Tensor, "B T D"]:
         """The batch as the layers see it: [1, P, D] if anything is left out."""
-        return x if self.index is None else x.flatten(0, 1)[self.index][None]
+        return x if self.real is None else x.flatten(0, 1)[self.real][None]
 
     def unpack(self, packed: Float[Tensor, "B T D"]) -> Float[Tensor, "B T D"]:
         """The batch as the caller sees it, zero at padding."""
-        if self.index is None:
+        if self.real is None:
             return packed
         x = packed.new_zeros(self.batch * self.length, packed.shape[2])
-        return x.index_copy(0, self.index, packed[0]).view(self.batch, self.length, -1)
+        return x.index_copy(0, self.real, packed[0]).view(self.batch, self.length, -1)
