@@ -150,11 +150,12 @@ def _train(arguments: argparse.Namespace, overrides: list[str]) -> None:
     from seqmix.recipe import load_recipe
 
     recipe = load_recipe(arguments.recipe, overrides)
+    from seqmix.run import processes
     from seqmix.train import train
 
     out = arguments.out or f"runs/{recipe.name}"
     results = train(recipe, out, resume=arguments.resume, overwrite=arguments.overwrite)
-    if _is_main():
+    if processes().is_main_process:
         loss = results["held_out_loss"]
         held_out = "" if loss is None else f", held-out loss {loss:.4f}"
         print(f"{recipe.name}: {recipe.steps} steps, {results['tokens']:,} tokens{held_out}: {out}")
@@ -169,7 +170,7 @@ def _evaluate(arguments: argparse.Namespace, _: list[str]) -> None:
     from seqmix.evaluate.perplexity import perplexity
     from seqmix.recipe import load_recipe
     from seqmix.report import provenance, write_json
-    from seqmix.run import RECIPE, load_model
+    from seqmix.run import RECIPE, load_model, processes
     from seqmix.tokenizer import locate
 
     locate(arguments.model)
@@ -183,15 +184,14 @@ def _evaluate(arguments: argparse.Namespace, _: list[str]) -> None:
         documents = held_out_documents(load_recipe(recipe).data)
     options = {name: getattr(arguments, name) for name in ("window", "stride", "batch_size")}
     scores = perplexity(model, tokenizer, documents, **options)
-    if not _is_main():
+    if not processes().is_main_process:
         return
     _print_table([{"perplexity": name, "value": value} for name, value in scores.items()])
     default = Path(arguments.model) / "evaluation.json" if Path(arguments.model).is_dir() else None
     if out := arguments.out or default:
-        text = arguments.text or "held out by its recipe"
-        write_json(
-            out, {"model": arguments.model, "text": text, "perplexity": scores, **provenance()}
-        )
+        facts = {"model": arguments.model, "text": arguments.text or "held out by its recipe"}
+        facts["processes"] = processes().num_processes
+        write_json(out, {**facts, "perplexity": scores, **provenance()})
 
 
 def _generate(arguments: argparse.Namespace, _: list[str]) -> None:
@@ -220,13 +220,13 @@ def _doctor(arguments: argparse.Namespace, _: list[str]) -> None:
     found = examine()
     for name, value in {"commit": found["commit"], **found["versions"], **found["machine"]}.items():
         print(f"{name:14} {value if value not in (None, []) else '-'}")
-    default = found["default"]
-    _print_table(
-        [
-            {"operation": name, "by default": default[name], **runs}
-            for name, runs in found["implementations"].items()
-        ]
-    )
+    rows, reasons = [], []
+    for name, runs in found["implementations"].items():
+        row = {impl: "runs" if what == "runs" else "no" for impl, what in runs.items()}
+        rows.append({"operation": name, "by default": found["default"][name], **row})
+        reasons += [f"{name}, {impl}: {what}" for impl, what in runs.items() if what != "runs"]
+    _print_table(rows)
+    print(*reasons, sep="\n")
     _write(arguments.out, found)
 
 
@@ -287,12 +287,6 @@ def _quiet() -> None:
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-
-
-def _is_main() -> bool:
-    from accelerate import PartialState
-
-    return PartialState().is_main_process
 
 
 def _device() -> str:

@@ -40,4 +40,4 @@ def _try(case: str, shape: Shape, impl: str) -> str:
         torch.autograd.grad(y.sum(), leaves)
         return "runs" if y.isfinite().all() else "gives values that are no numbers"
     except Exception as error:  # a doctor reports whatever it meets
-        return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        return " ".join(str(error).split()) or type(error).__name__

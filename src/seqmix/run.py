@@ -12,6 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 from accelerate import PartialState
 from rich.progress import Progress
@@ -66,7 +67,12 @@ def load_model(name: str, **options: Any) -> tuple[Any, Any]:
     except Exception as error:  # damaged files raise whatever their reader raises
         reason = " ".join(str(error).split())
         raise ValueError(f"cannot read the model {name}: {reason}") from error
-    return model.to(PartialState().device).eval(), load_tokenizer(name)
+    return model.to(processes().device).eval(), load_tokenizer(name)
+
+
+def processes() -> PartialState:
+    """Join the processes that a launcher started, over gloo where there is no GPU."""
+    return PartialState(cpu=not torch.cuda.is_available())
 
 
 def latest_checkpoint(out: Path) -> Path | None:

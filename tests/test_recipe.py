@@ -1,0 +1,77 @@
+import re
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from seqmix.recipe import Recipe, describe, load_recipe, save_recipe
+from tests import runs
+
+RECIPES = sorted((Path(__file__).parents[1] / "recipes").glob("*.yaml"))
+
+
+def load(tmp_path, text="", *words):
+    path = tmp_path / "recipe.yaml"
+    path.write_text(text)
+    return load_recipe(path, list(words))
+
+
+def test_options_go_before_the_file_and_the_file_before_defaults(tmp_path):
+    recipe = load(tmp_path, "steps: 500\nseed: 3", "--steps", "700", "--data.vocab_size=512")
+    assert (recipe.steps, recipe.seed, recipe.batch_size) == (700, 3, Recipe().batch_size)
+    assert recipe.data.vocab_size == 512
+
+
+def test_lists_flags_numbers_and_model_keys_can_be_options(tmp_path):
+    words = "--data.files a.txt b.txt --compile --learning_rate 1e-3 --data.tokenizer null"
+    recipe = load(tmp_path, "data: {tokenizer: x}", *words.split(), "--model.hidden_size", "64")
+    assert recipe.data.files == ["a.txt", "b.txt"] and recipe.data.tokenizer is None
+    assert recipe.compile is True and recipe.learning_rate == 1e-3
+    assert recipe.model == {"hidden_size": 64}
+    assert load(tmp_path, "", "--data.files", "a.txt").data.files == ["a.txt"]
+    mixers = load(tmp_path, "", "--model.mixers", "[path, attention]").model["mixers"]
+    assert mixers == ["path", "attention"]
+
+
+@pytest.mark.parametrize(
+    ("text", "words", "message"),
+    [
+        ("stepz: 1", [], "unknown key 'stepz'; did you mean 'steps'?"),
+        ("", ["--data.fils", "a"], "unknown key 'data.fils'; did you mean 'data.files'?"),
+        ("", ["--zzz", "1"], "unknown key 'zzz'"),
+        ("steps: many", [], "steps must be int, got 'many'"),
+        ("steps: 1.5", [], "steps must be int, got 1.5"),
+        ("compile: 3", [], "compile must be bool, got 3"),
+        ("schedule: linear", [], "schedule must be cosine | wsd | constant, got 'linear'"),
+        ("data: 3", [], "data must be DataOptions, got 3"),
+        ("steps: 0", [], "steps must be at least 1, got 0"),
+        ("steps: 5", [], "warmup_steps + decay_steps (100 + 0) exceed steps, 5"),
+        ("", ["--steps.a", "1"], "steps must be int, got {'a': 1}"),
+        ("steps: 1", ["--steps.a", "1"], "'steps' in 'steps.a' has no keys of its own"),
+        ("", ["steps", "1"], "expected --key value, got 'steps'"),
+        ("- a", [], "must hold keys and values, got list"),
+        ("a: [", [], "is not YAML"),
+    ],
+)
+def test_a_mistake_is_named(tmp_path, text, words, message):
+    with pytest.raises(ValueError, match=re.escape(message)) as error:
+        load(tmp_path, text, *words)
+    assert "\n" not in str(error.value)
+
+
+def test_a_recipe_that_does_not_exist_is_named(tmp_path):
+    for name in ("none", str(tmp_path / "none.yaml")):
+        with pytest.raises(FileNotFoundError, match="none"):
+            load_recipe(name)
+
+
+def test_a_saved_recipe_loads_as_it_was(tmp_path):
+    recipe = runs.recipe(tmp_path, learning_rate=1e-3, report_to=["wandb"])
+    save_recipe(recipe, tmp_path / "saved.yaml")
+    assert asdict(load_recipe(tmp_path / "saved.yaml")) == asdict(recipe)
+
+
+def test_every_key_is_described():
+    keys = [key for key, _, _ in describe()]
+    assert {"steps", "data.files", "model", "schedule"} <= set(keys)
+    assert len(keys) == len(set(keys))
