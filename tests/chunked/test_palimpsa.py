@@ -168,3 +168,10 @@ def test_memory_is_linear_in_tokens(M):
     with LargestTensor() as largest:
         computed(inputs, cotangents)
     assert largest.elements <= 16 * 4096
+
+
+def test_no_tensor_holds_the_states_of_more_heads_than_a_tile():
+    inputs, cotangents = random_inputs(C, B=8, H=8, K=24, V=16, M=16)
+    with LargestTensor() as largest:
+        computed(inputs, cotangents)
+    assert largest.elements <= palimpsa.TILE * (C + 1) / C

@@ -30,9 +30,7 @@ def forward(
     scale: float,
 ) -> tuple[Float[Tensor, "B T H V"], Float[Tensor, "B H V K"]]:
     """Return the outputs and the last state."""
-    rows = [heads_first(x, compute_dtype(q)) for x in (q, k, w, log_decay)]
-    start = state.flatten(0, 1).to(compute_dtype(q))
-    y, end = forward_rows(*rows, start)
+    y, end = forward_rows(*_rows(q, k, w, log_decay, state))
     return tokens_first(y.mul_(scale), w), end.view(state.shape)
 
 
@@ -47,12 +45,17 @@ def backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return dq, dk, dw, dlog_decay and the gradient of the initial state."""
-    rows = [heads_first(x, compute_dtype(q)) for x in (dy, q, k, w, log_decay)]
-    start, dend = (x.flatten(0, 1).to(compute_dtype(q)) for x in (state, dstate))
-    rows[0] *= scale
-    *grads, dstart = backward_rows(rows[0], dend, *rows[1:], start)
+    rows = _rows(q, k, w, log_decay, state)
+    dy, dend = heads_first(dy, rows[0].dtype).mul_(scale), dstate.flatten(0, 1).to(rows[0].dtype)
+    *grads, dstart = backward_rows(dy, dend, *rows)
     dtokens = (tokens_first(grad, x) for grad, x in zip(grads, (q, k, w, log_decay), strict=True))
     return *dtokens, dstart.view(state.shape).to(state.dtype)
+
+
+def _rows(q, k, w, log_decay, state):
+    """Every argument with all heads of the batch as rows."""
+    dtype = compute_dtype(q)
+    return [*(heads_first(x, dtype) for x in (q, k, w, log_decay)), state.flatten(0, 1).to(dtype)]
 
 
 def forward_rows(
@@ -91,13 +94,13 @@ def backward_rows(
     grads = [torch.empty_like(x) for x in (q, k, w, log_decay)]
     for chunk in reversed(chunks(q.shape[1], CHUNK)):
         tokens = (x[:, chunk] for x in (dy, q, k, w))
-        *results, dstate = _backward_chunk(*tokens, decays.pop(), starts.pop(), dstate)
+        *results, dstate = _backward_chunk(dstate, starts.pop(), decays.pop(), *tokens)
         for grad, result in zip(grads, results, strict=True):
             grad[:, chunk] = result
     return *grads, dstate
 
 
-def _backward_chunk(dy, q, k, w, decay, start, dend):
+def _backward_chunk(dend, start, decay, dy, q, k, w):
     """dq, dk, dw, dlog_decay and dstart of one chunk, from dy and the cotangent of its last state.
 
     dlog_decay_u adds up all that crosses token u: from each source s < u, the start state among

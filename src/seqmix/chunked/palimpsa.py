@@ -125,8 +125,9 @@ def _backward_tile(dy, dcontent, dexcess, q, k, w, beta, log_decay, prior, conte
 
     dprior, *grads = (torch.zeros_like(x) for x in (prior, q, k, w, beta, log_decay))
     for chunk in reversed(chunks(q.shape[1], CHUNK)):
+        content, excess = starts.pop()
         tokens = (x[:, chunk] for x in (dy, q, k, w, beta, log_decay))
-        results = _backward_chunk(dcontent, dexcess, *starts.pop(), prior, *tokens)
+        results = _backward_chunk(dcontent, dexcess, content, excess, prior, *tokens)
         *results, dprior_part, dcontent, dexcess = results
         for grad, result in zip(grads, results, strict=True):
             grad[:, chunk] = result
