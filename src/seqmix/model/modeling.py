@@ -301,10 +301,13 @@ class SeqmixForCausalLM(SeqmixPreTrainedModel, GenerationMixin):
         self, generation_config: Any, model_kwargs: dict, *args: Any, **kwargs: Any
     ) -> Any:
         """Hand `generate()` our cache where it would make one of keys and values."""
-        if generation_config.use_cache is not False and model_kwargs.get(CACHE_NAME) is None:
+        if generation_config.use_cache is False or model_kwargs.get(CACHE_NAME) is not None:
+            library: Any = super()
+            library._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
+        elif (kind := generation_config.cache_implementation or "dynamic").startswith("dynamic"):
             model_kwargs[CACHE_NAME] = SeqmixCache(self.config.num_hidden_layers)
-        library: Any = super()
-        library._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
+        else:
+            raise ValueError(f"SeqmixForCausalLM: cache_implementation must be None, got {kind!r}")
 
 
 def _parts(model: nn.Module) -> Iterator[nn.Module]:
