@@ -16,7 +16,7 @@ test: lint
 lint: .venv/installed-dev
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
-	.venv/bin/pyright
+	.venv/bin/pyright --pythonpath .venv/bin/python
 
 .venv/torch: constraints.txt
 	$(PYTHON) -m venv .venv
