@@ -37,5 +37,7 @@ def recipe(folder: Path, mixer: str = "attention", **changes: Any) -> Recipe:
 
 
 def losses(out: Path) -> dict[int, tuple[float, float]]:
-    """Loss and gradient norm of each logged step."""
-    return {row["step"]: (row["loss"], row["grad_norm"]) for row in read_log(out) if "loss" in row}
+    """Loss and gradient norm of each step, logged once and in order."""
+    rows = [row for row in read_log(out) if "loss" in row]
+    assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
+    return {row["step"]: (row["loss"], row["grad_norm"]) for row in rows}

@@ -176,13 +176,15 @@ def test_a_token_file_that_was_not_finished_is_not_taken(tmp_path, monkeypatch):
 
     def killed(*arguments):
         build(*arguments)
+        (arguments[-1] / "train.bin").write_bytes(b"half")
         raise KeyboardInterrupt
 
     monkeypatch.setattr(data, "_build", killed)
     with pytest.raises(KeyboardInterrupt):
         prepare(options(tmp_path))
     monkeypatch.setattr(data, "_build", build)
-    assert prepare(options(tmp_path)).train.documents == 24
+    stream = prepare(options(tmp_path)).train
+    assert len(stream.ids(0, stream.tokens)) == stream.tokens > 0
 
 
 def test_reading_stops_at_max_tokens(tmp_path, monkeypatch):

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 import seqmix.model  # noqa: F401
+from seqmix.data import PackedRows, pack, prepare
 from seqmix.recipe import save_recipe
 from seqmix.run import check_folder, latest_checkpoint, load_model, read_log
 from seqmix.train import decayed_parameters, learning_rate, train
@@ -72,6 +73,17 @@ def test_micro_batches_give_the_gradient_of_the_batch(whole, tmp_path):
     alone, parts = runs.losses(whole / "run"), runs.losses(tmp_path / "run")
     for step in (1, 2, 3):
         assert parts[step] == pytest.approx(alone[step], rel=2e-5)
+
+
+def test_the_held_out_loss_is_the_mean_over_all_held_out_tokens(tmp_path):
+    recipe = runs.recipe(tmp_path, steps=2, evaluate_rows=7)
+    recipe.data.held_out = 0.5
+    results = train(recipe, tmp_path / "run")
+    rows = PackedRows(prepare(recipe.data).held_out, recipe.sequence_length)
+    model, _ = load_model(str(tmp_path / "run"))
+    with torch.no_grad():
+        loss = model(**pack([rows[i] for i in range(7)])).loss.item()
+    assert results["held_out_loss"] == pytest.approx(loss, rel=1e-6)
 
 
 def test_a_loss_that_is_no_number_stops_the_run(tmp_path):
