@@ -75,3 +75,29 @@ def test_every_key_is_described():
     keys = [key for key, _, _ in describe()]
     assert {"steps", "data.files", "model", "schedule"} <= set(keys)
     assert len(keys) == len(set(keys))
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_a_bundled_recipe_builds_a_model_of_the_size_in_its_name(path):
+    recipe = load_recipe(path.stem)
+    assert recipe.name == path.stem
+    vocabulary = 32_000 if recipe.data.tokenizer else recipe.data.vocab_size
+    with torch.device("meta"):
+        model = SeqmixForCausalLM(SeqmixConfig(vocab_size=vocabulary, **recipe.model))
+    if size := re.search(r"-(\d+)m$", path.stem):
+        assert 0.9 < model.num_parameters() / (1e6 * int(size[1])) < 1.25
+
+
+def test_the_two_models_of_the_quickstart_are_of_equal_size_and_read_the_same_tokens():
+    first, second = (
+        asdict(load_recipe(name)) for name in ("quickstart-path_fox", "quickstart-transformer")
+    )
+    sizes = []
+    for recipe in (first, second):
+        with torch.device("meta"):
+            config = SeqmixConfig(vocab_size=recipe["data"]["vocab_size"], **recipe["model"])
+            sizes.append(SeqmixForCausalLM(config).num_parameters())
+    assert abs(sizes[0] - sizes[1]) < 0.01 * sizes[0]
+    for recipe in (first, second):
+        del recipe["name"], recipe["model"]
+    assert first == second
