@@ -109,15 +109,16 @@ class Attention(nn.Module):
         """Mix x with its past; `state` holds what came before, one row a document."""
         q, k, v = self._project(x, state, cu_seqlens)
         log_forget = self._log_forget(x)
-        if state is None:
-            y = attention(q, k, v, log_forget, cu_seqlens=cu_seqlens, impl=self.impl).y
+        rows = []
         if state is not None or return_state:
             rows = [_rows(t, cu_seqlens) for t in (q, k, v, log_forget)]
-            if state is not None:
-                y = self._attend(*rows, state)
-                y = y if cu_seqlens is None else pack_rows(y, cu_seqlens, x.shape[1])
-            state = self._extend(*rows[1:], new_lengths(x, cu_seqlens), state)
-        return self.o_proj(y.flatten(2)), state if return_state else None
+        if state is None:
+            y = attention(q, k, v, log_forget, cu_seqlens=cu_seqlens, impl=self.impl).y
+        else:
+            y = self._attend(*rows, state)
+            y = y if cu_seqlens is None else pack_rows(y, cu_seqlens, x.shape[1])
+        state = self._extend(*rows[1:], new_lengths(x, cu_seqlens), state) if return_state else None
+        return self.o_proj(y.flatten(2)), state
 
     def _project(
         self, x: Tensor, state: State | None, cu_seqlens: Tensor | None

@@ -32,7 +32,7 @@ def debug_checks() -> Iterator[None]:
 class Arguments:
     """The arguments of one call: binds letters to sizes and raises ValueError in the one format."""
 
-    def __init__(self, operation: str, first: Tensor) -> None:
+    def __init__(self, operation: str, first: Tensor | None = None) -> None:
         self.operation = operation
         self.device = getattr(first, "device", None)
         self.sizes: dict[str, int] = {}

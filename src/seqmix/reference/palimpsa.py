@@ -64,14 +64,14 @@ def readout_variance(
 
 
 def full_gaussian(
-    k: Float[Tensor, "*N K"],
-    v: Float[Tensor, "*N"],
-    beta: Float[Tensor, "*N"],
-    alpha: Float[Tensor, "*N"],
-    prior: Float[Tensor, "*N"],
-    mean: Float[Tensor, "*N K"],
-    precision: Float[Tensor, "*N K K"],
-) -> tuple[Float[Tensor, "*N K"], Float[Tensor, "*N K K"]]:
+    k: Float[Tensor, "... K"],
+    v: Float[Tensor, "..."],
+    beta: Float[Tensor, "..."],
+    alpha: Float[Tensor, "..."],
+    prior: Float[Tensor, "..."],
+    mean: Float[Tensor, "... K"],
+    precision: Float[Tensor, "... K K"],
+) -> tuple[Float[Tensor, "... K"], Float[Tensor, "... K K"]]:
     """Update one value channel by one token with the whole precision matrix P: Eq. 3's minimum.
 
     P_t = alpha P_{t-1} + (1 - alpha) I_prior 1 + beta k k^T
