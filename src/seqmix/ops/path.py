@@ -15,7 +15,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from seqmix.ops.check import Arguments
-from seqmix.ops.choice import choose, compute_dtype, exactly
+from seqmix.ops.choice import choose, compute_dtype, exactly, on_device
 from seqmix.ops.packing import each_document, over_documents
 
 
@@ -113,6 +113,8 @@ def attend(
     from seqmix.chunked import path
 
     tokens = (q, k, v, w, beta, log_forget)
+    if impl == "triton" and q.numel():
+        return _attend_on_gpu(*tokens, scale, cu_seqlens, return_keys)
     y, keys, lse = (x.zero_() for x in _outputs(*tokens, scale, cu_seqlens, return_keys, impl))
     if y.shape[0] * y.shape[1] == 0:
         return y, keys, lse
@@ -165,6 +167,13 @@ def attend_backward(
     """The gradients of those of q, k, v, w, beta and log_forget that are given."""
     from seqmix.chunked import path
 
+    if impl == "triton" and q.numel():
+        found = _backward_on_gpu(dy, q, k, v, w, beta, log_forget, y, lse, scale, cu_seqlens)
+        if dkeys is None:
+            return found
+        rest = (dy.new_zeros(dy.shape), dkeys, q, k, v, w, beta, log_forget, y, lse)
+        rest = attend_backward(*rest, scale, cu_seqlens, "torch")
+        return [a + b for a, b in zip(found, rest, strict=True)]
     gradients = [x.new_zeros(x.shape) for x in (q, k, v, w, beta, log_forget) if x is not None]
     if y.shape[0] * y.shape[1] == 0:
         return gradients
@@ -184,15 +193,56 @@ def _(dy, dkeys, q, k, v, w, beta, log_forget, y, lse, scale, cu_seqlens, impl):
     return [x.new_empty(x.shape) for x in (q, k, v, w, beta, log_forget) if x is not None]
 
 
+def _contiguous(q: Tensor, *tokens: Tensor | None) -> list[Tensor | None]:
+    """Kernels take contiguous [B, T, heads, size], of q's dtype where they have a size."""
+    cast = [x if x is None or x.ndim == 3 else x.to(q.dtype) for x in (q, *tokens)]
+    return [x if x is None else x.contiguous() for x in cast]
+
+
+def _attend_on_gpu(q, k, v, w, beta, log_forget, scale, cu_seqlens, return_keys) -> tuple:
+    from seqmix.kernels.path.aligned import aligned_keys
+    from seqmix.kernels.path.forward import forward
+
+    _check_kernels(q, v, w)
+    q, k, v, w, beta, log_forget = _contiguous(q, k, v, w, beta, log_forget)
+    with exactly(q), on_device(q):
+        y, lse = forward(q, k, v, w, beta, log_forget, scale, cu_seqlens)
+        keys = aligned_keys(k, w, beta, cu_seqlens) if return_keys else q.new_empty(0)
+    return y, keys, lse
+
+
+def _backward_on_gpu(dy, q, k, v, w, beta, log_forget, y, lse, scale, cu_seqlens) -> list[Tensor]:
+    from seqmix.kernels.path.backward import backward
+
+    tensors = [x for x in (q, k, v, w, beta, log_forget) if x is not None]
+    tokens = _contiguous(q, k, v, w, beta, log_forget, y, lse)
+    with exactly(q), on_device(q):
+        found = backward(dy.to(q.dtype).contiguous(), *tokens, scale, cu_seqlens)
+    found = [x for x in found if x is not None]
+    return [x.to(like.dtype) for x, like in zip(found, tensors, strict=True)]
+
+
+def _check_kernels(q: Tensor, v: Tensor, w: Tensor | None) -> None:
+    widest = max(q.shape[3], v.shape[3])
+    if q.dtype == torch.float64 or widest > 256 or w is None:
+        raise NotImplementedError(
+            "path_attention: impl='triton' takes float32, bfloat16 or float16, head sizes up to "
+            f"256 and w, got {str(q.dtype).removeprefix('torch.')}, head size {widest} and "
+            f"{'no ' if w is None else ''}w; use impl='torch'"
+        )
+
+
 def _save(ctx, inputs: tuple, output: tuple) -> None:
     q, k, v, w, beta, log_forget, scale, cu_seqlens, return_keys, impl = inputs
     y, _, lse = output
     ctx.save_for_backward(q, k, v, w, beta, log_forget, y, lse, cu_seqlens)
     ctx.scale, ctx.return_keys, ctx.impl = scale, return_keys, impl
+    ctx.set_materialize_grads(False)
 
 
-def _backward(ctx, dy: Tensor, dkeys: Tensor, _: Tensor) -> tuple:
+def _backward(ctx, dy: Tensor | None, dkeys: Tensor | None, _: Tensor | None) -> tuple:
     *saved, cu_seqlens = ctx.saved_tensors
+    dy = saved[6].new_zeros(saved[6].shape) if dy is None else dy
     gradients = iter(
         attend_backward(
             dy, dkeys if ctx.return_keys else None, *saved, ctx.scale, cu_seqlens, ctx.impl

@@ -1,9 +1,9 @@
 """Last step of the backward pass: inside each block, and through its solve.
 
-    logits = lower(Q K^T) + B UE    Q_left = Q + B UW    B = lower(Q W^T)        (UE, UW negated)
-    keys = K + UE^T W    F - I = UW^T W    UE = -U E    UW = -U W    E = slower(W K^T)
-    U = (I + slower(D W W^T))^-1 D:  with L = slower(W W^T),  dL = -slower(U^T dU U^T)  and
-    dbeta = diag( (I - U L)^T dU (I - L U)^T ),  which divides by no beta.
+logits = lower(Q K^T) + B UE    Q_left = Q + B UW    B = lower(Q W^T)        (UE, UW negated)
+keys = K + UE^T W    F - I = UW^T W    UE = -U E    UW = -U W    E = slower(W K^T)
+U = (I + slower(D W W^T))^-1 D:  with L = slower(W W^T),  dL = -slower(U^T dU U^T)  and
+dbeta = diag( (I - U L)^T dU (I - L U)^T ),  which divides by no beta.
 """
 
 import triton
@@ -57,8 +57,11 @@ def path_blocks_back_kernel(
     duw = tl.zeros([64, P], tl.float32)
     dww = tl.zeros([64, P], tl.float32)
     dkk = tl.zeros([64, P], tl.float32)
-    dvv = tl.load(dvalues + (g * tokens + token)[:, None] * PV + value[None, :],
-                  mask=alive[:, None], other=0.0)
+    dvv = tl.load(
+        dvalues + (g * tokens + token)[:, None] * PV + value[None, :],
+        mask=alive[:, None],
+        other=0.0,
+    )
     for head in range(H // G):
         h = g * (H // G) + head
         qh = tl.load(q + (token * H + h)[:, None] * K + channel[None, :], mask=living, other=0.0)
@@ -82,8 +85,11 @@ def path_blocks_back_kernel(
         dsh = ds.to(dtype)
         dkk = tl.dot(tl.trans(dsh), qh, dkk, input_precision="ieee")
         due = tl.dot(tl.trans(b), dsh, due, input_precision="ieee")
-        dq = tl.load(dleft + (h * tokens + token)[:, None] * P + channel[None, :],
-                     mask=alive[:, None], other=0.0)
+        dq = tl.load(
+            dleft + (h * tokens + token)[:, None] * P + channel[None, :],
+            mask=alive[:, None],
+            other=0.0,
+        )
         dqh, factor = scaled(dq, dtype)
         duw += tl.dot(tl.trans(b), dqh, input_precision="ieee") * factor
         db = tl.dot(dqh, tl.trans(uw), input_precision="ieee") * factor
@@ -125,8 +131,11 @@ def path_blocks_back_kernel(
     left = (one - tl.dot(u, gram, input_precision="ieee")).to(dtype)
     right = one - tl.dot(gram, u, input_precision="ieee")
     along = tl.dot(tl.trans(left), duh, input_precision="ieee") * factor
-    tl.store(dbeta + token * G + g, (tl.sum(along * right, 1) * unit).to(dbeta.dtype.element_ty),
-             mask=alive)
+    tl.store(
+        dbeta + token * G + g,
+        (tl.sum(along * right, 1) * unit).to(dbeta.dtype.element_ty),
+        mask=alive,
+    )
     half, factor2 = scaled(tl.dot(tl.trans(u), duh, input_precision="ieee") * factor, dtype)
     dgram = tl.where(strict, -tl.dot(half, tl.trans(u), input_precision="ieee") * factor2, 0.0)
     dgramh, factor = scaled(dgram, dtype)

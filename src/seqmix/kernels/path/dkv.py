@@ -41,8 +41,11 @@ def path_dkv_kernel(
     token = begin + position + side
     alive = position + side < length
     group = H // G
-    vv = tl.load(v + (token * G + g)[:, None] * V + value[None, :],
-                 mask=alive[:, None] & (value < V)[None, :], other=0.0)
+    vv = tl.load(
+        v + (token * G + g)[:, None] * V + value[None, :],
+        mask=alive[:, None] & (value < V)[None, :],
+        other=0.0,
+    )
     dvv = tl.zeros([64, PV], tl.float32)
 
     for back in range(3):
@@ -63,8 +66,7 @@ def path_dkv_kernel(
                 slot = (tl.load(low) + sibling).to(tl.int64) * G + g
                 x = tl.load(transitions + slot * P * P + whole)
                 dk += tl.dot(dkh, tl.trans(x), input_precision="ieee") * factor
-            kh = tl.load(keys + ((level * G + g) * tokens + token)[:, None] * P
-                         + channel[None, :])
+            kh = tl.load(keys + ((level * G + g) * tokens + token)[:, None] * P + channel[None, :])
             if sibling - 1 > own:
                 i = own % siblings + 1
                 j = sibling % siblings
@@ -117,6 +119,9 @@ def path_dkv_kernel(
                 if GATED:
                     out = dcolumn + h * tokens + token
                     tl.store(out, tl.load(out, mask=alive, other=0.0) + sums, mask=alive)
-        tl.store(dkeys + ((level * G + g) * tokens + token)[:, None] * P + channel[None, :], dk,
-                 mask=alive[:, None])
+        tl.store(
+            dkeys + ((level * G + g) * tokens + token)[:, None] * P + channel[None, :],
+            dk,
+            mask=alive[:, None],
+        )
     tl.store(dv + (g * tokens + token)[:, None] * PV + value[None, :], dvv, mask=alive[:, None])

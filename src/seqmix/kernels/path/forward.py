@@ -65,8 +65,14 @@ def path_forward_kernel(
     value = tl.arange(0, PV)
     query = begin + position + tl.arange(0, M)
     alive = query < end
-    qq = tl.load(q + (query * H + h)[:, None] * K + channel[None, :],
-                 mask=alive[:, None] & (channel < K)[None, :], other=0.0).to(tl.float32) * scale
+    qq = (
+        tl.load(
+            q + (query * H + h)[:, None] * K + channel[None, :],
+            mask=alive[:, None] & (channel < K)[None, :],
+            other=0.0,
+        ).to(tl.float32)
+        * scale
+    )
     high = tl.full([M], float("-inf"), tl.float32)
     total = tl.zeros([M], tl.float32)
     sums = tl.zeros([M, PV], tl.float32)
@@ -86,8 +92,11 @@ def path_forward_kernel(
             mask = living[:, None] & (channel < K)[None, :]
             kk = tl.load(k + place * K + channel[None, :], mask=mask, other=0.0).to(dtype)
             ww = tl.load(w + place * K + channel[None, :], mask=mask, other=0.0).to(dtype)
-            vv = tl.load(v + place * V + value[None, :],
-                         mask=living[:, None] & (value < V)[None, :], other=0.0)
+            vv = tl.load(
+                v + place * V + value[None, :],
+                mask=living[:, None] & (value < V)[None, :],
+                other=0.0,
+            )
             slot = (tl.load(first + document) + (block - begin) // 64).to(tl.int64) * G + g
             ue = tl.load(corner + slot * 4096 + side[:, None] * 64 + side[None, :])
             uw = tl.load(solved + slot * 64 * P + side[:, None] * P + channel[None, :])
@@ -124,7 +133,9 @@ def path_forward_kernel(
             s = tl.dot(qh, tl.trans(kk), input_precision="ieee")
             if GATED:
                 s += (age - ahead)[None, :]
-                ahead = tl.load(gates + position + j + C + lane, mask=lane + j + C < size, other=0.0)
+                ahead = tl.load(
+                    gates + position + j + C + lane, mask=lane + j + C < size, other=0.0
+                )
             high, total, sums = read(s, vv, high, total, sums, v.dtype.element_ty)
         if position > 0:
             slot = (tl.load(first + level * N + document) + position // size).to(tl.int64) * G + g
@@ -132,8 +143,11 @@ def path_forward_kernel(
             qq = tl.dot(qh, tl.trans(x), qq, input_precision="ieee")
 
     sums = sums / total[:, None]
-    tl.store(y + (query * H + h)[:, None] * V + value[None, :], sums.to(y.dtype.element_ty),
-             mask=alive[:, None] & (value < V)[None, :])
+    tl.store(
+        y + (query * H + h)[:, None] * V + value[None, :],
+        sums.to(y.dtype.element_ty),
+        mask=alive[:, None] & (value < V)[None, :],
+    )
     top = (high + tl.log2(total)) * 0.6931471805599453
     if GATED:
         top += (tl.load(gate + query - begin, mask=alive, other=0.0) - here).to(tl.float32)
@@ -197,4 +211,6 @@ def forward(
     levels = levels or sizes(docs.row)
     tile = tile or forward_tile(max(padded(q.shape[3]), padded(v.shape[3])), q.dtype, q.device)
     made = prepare(k, w, beta, docs, levels)
-    return launch(q, k, v, w, summed_gate(log_forget, docs, levels[2]), made, docs, levels, scale, tile)
+    return launch(
+        q, k, v, w, summed_gate(log_forget, docs, levels[2]), made, docs, levels, scale, tile
+    )

@@ -136,8 +136,11 @@ def path_prepare_kernel(
         tl.store(inverse + square, u_high)
     tl.store(solved + slot * 64 * P + row * P + channel[None, :], (-uw).to(dtype))
     moved = kk.to(tl.float32) - tl.dot(tl.trans(ue.to(dtype)), ww, input_precision="ieee")
-    tl.store(keys + (g.to(tl.int64) * tokens + token)[:, None] * P + channel[None, :],
-             moved.to(dtype), mask=alive[:, None])
+    tl.store(
+        keys + (g.to(tl.int64) * tokens + token)[:, None] * P + channel[None, :],
+        moved.to(dtype),
+        mask=alive[:, None],
+    )
     uw_high = (-uw).to(dtype)
     f = tl.dot(tl.trans(uw_high), ww, input_precision="ieee")
     if not WIDE:

@@ -46,8 +46,9 @@ def path_queries_kernel(
     mask = alive[:, None] & (value < V)[None, :]
     dyy = tl.load(dy + place * V + value[None, :], mask=mask, other=0.0).to(tl.float32)
     yy = tl.load(y + place * V + value[None, :], mask=mask, other=0.0).to(tl.float32)
-    tl.store(delta + h.to(tl.int64) * tokens + token,
-             tl.sum(dyy * yy, 1) * tl.load(scaling), mask=alive)
+    tl.store(
+        delta + h.to(tl.int64) * tokens + token, tl.sum(dyy * yy, 1) * tl.load(scaling), mask=alive
+    )
     top = tl.load(lse + token * H + h, mask=alive, other=0.0) * 1.4426950408889634
     if GATED:
         shift = (begin // row * H + h) * row - begin // row * row
@@ -130,8 +131,11 @@ def path_dq_kernel(
         edge0 = start + tile * 64
         token = begin + edge0 + side
         alive = token < end
-        dd = tl.load(dy + (token * H + h)[:, None] * V + value[None, :],
-                     mask=alive[:, None] & (value < V)[None, :], other=0.0).to(vtype)
+        dd = tl.load(
+            dy + (token * H + h)[:, None] * V + value[None, :],
+            mask=alive[:, None] & (value < V)[None, :],
+            other=0.0,
+        ).to(vtype)
         top = tl.load(row_max + h * tokens + token, mask=alive, other=float("inf"))
         dl = tl.load(delta + h * tokens + token, mask=alive, other=0.0)
         dqq = tl.zeros([64, P], tl.float32)
@@ -143,8 +147,11 @@ def path_dq_kernel(
             size = tl.where(far, S2, tl.where(middle, S1, 64))
             level = tl.where(far, 2, tl.where(middle, 1, 0))
             edge = tl.where(far, start // S2 * S2, tl.where(middle, start, edge0))
-            qh = tl.load(queries + ((level * H + h) * tokens + token)[:, None] * P
-                         + channel[None, :], mask=alive[:, None], other=0.0)
+            qh = tl.load(
+                queries + ((level * H + h) * tokens + token)[:, None] * P + channel[None, :],
+                mask=alive[:, None],
+                other=0.0,
+            )
             if position + size < edge:
                 siblings = tl.where(far, 1 << 20, tl.where(middle, S2 // S1, S1 // 64))
                 i = (position // size + 1) % siblings
@@ -156,8 +163,11 @@ def path_dq_kernel(
                 qh = tl.dot(qh, tl.trans(c), qh.to(tl.float32), input_precision="ieee").to(dtype)
             if position > 0:
                 dqh, factor = scaled(dqq, dtype)
-                part = tl.where(far, S1 // 64 + S2 // S1 - 2 + step,
-                                tl.where(middle, S1 // 64 - 1 + step - far_steps, step - steps))
+                part = tl.where(
+                    far,
+                    S1 // 64 + S2 // S1 - 2 + step,
+                    tl.where(middle, S1 // 64 - 1 + step - far_steps, step - steps),
+                )
                 fresh = tl.where(middle, 0, step - steps + 1)
                 out = partial + part * P * P + whole
                 outer = tl.dot(tl.trans(dqh), qh, input_precision="ieee") * factor
@@ -181,8 +191,9 @@ def path_dq_kernel(
                 s = tl.dot(qh, tl.trans(kk), input_precision="ieee") - shifted[:, None]
                 if GATED:
                     s -= ahead[None, :]
-                    ahead = tl.load(gates + position + n + C + lane,
-                                    mask=lane + n + C < size, other=0.0)
+                    ahead = tl.load(
+                        gates + position + n + C + lane, mask=lane + n + C < size, other=0.0
+                    )
                 dp = tl.dot(dd, tl.trans(vv), input_precision="ieee")
                 ds = tl.exp2(s) * (dp * gs - dl[:, None])
                 if GATED:
@@ -196,8 +207,9 @@ def path_dq_kernel(
         qh = (qh.to(tl.float32) * scale).to(dtype)
         kk = tl.load(k + place * K + channel[None, :], mask=living, other=0.0).to(dtype)
         ww = tl.load(w + place * K + channel[None, :], mask=living, other=0.0).to(dtype)
-        vv = tl.load(v + place * V + value[None, :],
-                     mask=alive[:, None] & (value < V)[None, :], other=0.0)
+        vv = tl.load(
+            v + place * V + value[None, :], mask=alive[:, None] & (value < V)[None, :], other=0.0
+        )
         slot = (tl.load(first + document) + edge0 // 64).to(tl.int64) * G + g
         ue = tl.load(corner + slot * 4096 + side[:, None] * 64 + side[None, :])
         uw = tl.load(solved + slot * 64 * P + side[:, None] * P + channel[None, :])
@@ -210,8 +222,9 @@ def path_dq_kernel(
         p = tl.where(causal, tl.exp2(s), 0.0)
         ds = p * (tl.dot(dd, tl.trans(vv), input_precision="ieee") * gs - dl[:, None])
         dsh = ds.to(dtype)
-        tl.store(dleft + (h * tokens + token)[:, None] * P + channel[None, :], dqq,
-                 mask=alive[:, None])
+        tl.store(
+            dleft + (h * tokens + token)[:, None] * P + channel[None, :], dqq, mask=alive[:, None]
+        )
         dqh, factor = scaled(dqq, dtype)
         db = tl.dot(dqh, tl.trans(uw), input_precision="ieee") * factor
         db = tl.dot(dsh, tl.trans(ue), db, input_precision="ieee")
@@ -219,7 +232,10 @@ def path_dq_kernel(
         dqq = tl.dot(dsh, kk, dqq, input_precision="ieee")
         dqq += tl.dot(dbh, ww, input_precision="ieee") * factor
         dqq *= scale * 0.6931471805599453 / gs
-        tl.store(dq + (token * H + h)[:, None] * K + channel[None, :],
-                 dqq.to(dq.dtype.element_ty), mask=living)
+        tl.store(
+            dq + (token * H + h)[:, None] * K + channel[None, :],
+            dqq.to(dq.dtype.element_ty),
+            mask=living,
+        )
         if GATED:
             tl.store(drow + h * tokens + token, sums + tl.sum(ds, 1), mask=alive)

@@ -66,8 +66,12 @@ def path_spans_kernel(
     y = tl.zeros([C, P], tl.float32)
     for j in range(i, crossed):
         x = source + (j * G + g) * P * P
-        y = tl.dot(y.to(dtype), tl.load(x + whole), y + tl.load(x + part).to(tl.float32),
-                   input_precision="ieee")
+        y = tl.dot(
+            y.to(dtype),
+            tl.load(x + whole),
+            y + tl.load(x + part).to(tl.float32),
+            input_precision="ieee",
+        )
         row = ((j + 1) * j // 2 + i) * G + g
         tl.store(target + row * P * P + part, y.to(dtype))
 
@@ -159,8 +163,9 @@ def path_move_back_kernel(
         dh, factor = scaled(d, dtype)
         out = dtransitions + (below + j * G) * P * P + whole
         last = j == pieces - 1
-        r = tl.load(spans + (span + (j + 1) * G) * P * P + whole,
-                    mask=(whole >= 0) & (not last), other=0.0)
+        r = tl.load(
+            spans + (span + (j + 1) * G) * P * P + whole, mask=(whole >= 0) & (not last), other=0.0
+        )
         step = tl.dot(dh, tl.trans(r), input_precision="ieee") * factor
         tl.store(out, tl.load(out) + d + step)
         x = tl.load(transitions + (below + j * G) * P * P + whole)

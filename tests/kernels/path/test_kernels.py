@@ -1,0 +1,99 @@
+"""PaTH kernels against the definition in float64: outputs and every gradient.
+
+Tolerances: twice the rounding of the stored result and of the operands of products, which for
+float16 and bfloat16 is what plain attention in that dtype shows; float32 sums of a few hundred
+products err by a few 1e-7.
+"""
+
+import pytest
+import torch
+
+from seqmix.kernels.path.aligned import aligned_keys
+from seqmix.kernels.path.backward import backward
+from seqmix.kernels.path.forward import forward
+from seqmix.kernels.path.tiles import sizes
+from seqmix.reference.path import path_attention
+from tests.kernels.path.cases import DEVICE, NAMES, arguments, definition, error
+
+LEVELS = (64, 128, 256)  # small segments: all levels meet in a few hundred tokens
+LIMIT = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 8e-3}
+
+
+def check(tokens, offsets=None, levels=LEVELS):
+    q, v = tokens[0], tokens[2]
+    scale = q.shape[-1] ** -0.5
+    cu_seqlens = None if offsets is None else torch.tensor(offsets, device=DEVICE)
+    dy = torch.randn(*q.shape[:3], v.shape[3], device=DEVICE).to(q.dtype)
+    y, lse = forward(*tokens, scale, cu_seqlens, levels=levels)
+    got = backward(dy, *tokens, y, lse, scale, cu_seqlens, levels=levels)
+    want_y, want = definition(tokens, dy, scale, offsets)
+    assert error(y, want_y) < LIMIT[q.dtype]
+    for name, a, b in zip(NAMES, got, want, strict=True):
+        assert (a is None) == (b is None)
+        if a is not None:
+            assert error(a, b, floor=0.1) < LIMIT[q.dtype], name
+    return y, got
+
+
+@pytest.mark.parametrize("T", [1, 2, 63, 64, 65, 200])
+def test_any_length(T):
+    check(arguments(1, T, 1, 1, 16, 16))
+
+
+def test_all_levels_meet_with_groups_of_heads_and_a_batch():
+    check(arguments(2, 390, 2, 1, 16, 16, gate=False))
+
+
+@pytest.mark.slow
+def test_spans_of_several_segments():
+    check(arguments(1, 790, 1, 1, 16, 16), levels=(64, 192, 384))
+
+
+def test_all_levels_meet_with_a_forget_gate():
+    check(arguments(1, 590, 1, 1, 16, 16))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_sizes_that_are_no_powers_of_two(dtype):
+    check(arguments(1, 140, 2, 1, 20, 12, dtype))
+
+
+def test_documents_are_apart_and_the_tail_is_zero():
+    offsets = [0, 0, 3, 200, 201, 201, 410]
+    y, gradients = check(arguments(1, 420, 1, 1, 16, 16), offsets)
+    for x in (y, *gradients):
+        assert not x[:, 410:].any()
+
+
+@pytest.mark.parametrize("beta", [0.0, 1.0, 2.0])
+def test_the_ends_of_beta(beta):
+    check(arguments(1, 300, 1, 1, 16, 16, beta=beta))
+
+
+def test_gradients_of_any_size_survive_float16():
+    tokens = arguments(1, 100, 1, 1, 16, 16, torch.float16, gate=False)
+    dy = torch.randn(1, 100, 1, 16, device=DEVICE).half()
+    y, lse = forward(*tokens, 0.25, None)
+    for size in (2.0**-14, 2.0**6):
+        got = backward(dy * size, *tokens, y, lse, 0.25, None)
+        _, want = definition(tokens, dy * size, 0.25)
+        assert error(got[0], want[0]) < 4e-3
+        assert error(got[4], want[4]) < 4e-3
+
+
+@pytest.mark.parametrize("offsets", [None, [0, 0, 130, 131, 300]])
+def test_keys_are_aligned_to_the_last_token_of_their_document(offsets):
+    tokens = arguments(1, 300, 1, 1, 16, 16, gate=False)
+    cu_seqlens = None if offsets is None else torch.tensor(offsets, device=DEVICE)
+    got = aligned_keys(tokens[1], tokens[3], tokens[4], cu_seqlens, LEVELS)
+    for a, b in zip(offsets[:-1], offsets[1:], strict=True) if offsets else [(0, 300)]:
+        part = [None if x is None else x[:, a:b].double() for x in tokens]
+        if a < b:
+            assert error(got[:, a:b], path_attention(*part, scale=1.0)[1]) < 1e-5
+
+
+def test_levels_divide_each_other_and_bound_their_tables():
+    for length in (1, 2048, 70_000, 1_000_000):
+        low, middle, top = sizes(length)
+        assert low == 64 and middle % low == 0 and top % middle == 0
+        assert length / top <= 32 and top / middle <= 32
