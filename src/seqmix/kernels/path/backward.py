@@ -13,8 +13,8 @@ from torch import Tensor
 
 from seqmix.kernels.path.blocks import path_blocks_back_kernel
 from seqmix.kernels.path.dkv import path_dkv_kernel
-from seqmix.kernels.path.forward import LOG2E, summed_gate
-from seqmix.kernels.path.layout import Documents, documents
+from seqmix.kernels.path.gate import LOG2E, gradient, summed
+from seqmix.kernels.path.layout import documents
 from seqmix.kernels.path.prepare import padded, prepare
 from seqmix.kernels.path.queries import path_dq_kernel, path_queries_kernel
 from seqmix.kernels.path.spans import make_spans, path_gather_kernel, path_move_back_kernel
@@ -52,12 +52,11 @@ def backward(
     blocks, owners, _ = cuts
     made = prepare(k, w, beta, docs, levels, inverse=True)
     spans = make_spans(made, docs, cuts, levels)
-    gate = summed_gate(log_forget, docs, S2)
-    gated = gate is not None
-    total, gates = gate or (None, None)
+    gate = summed(log_forget, docs, made, levels)
+    gated, total, gates = bool(gate), gate.total, gate.near
     dy = dy.to(v.dtype)
     factor = scaling(dy, v)
-    shape = (docs.tokens, docs.row, docs.count, H, G)
+    shape = (docs.tokens, docs.row, gate.stride, docs.count, H, G)
     size = {"K": K, "V": V, "P": P, "PV": PV}
     wide = {"device": q.device, "dtype": torch.float32}
     N = docs.count
@@ -75,12 +74,11 @@ def backward(
     dleft = torch.empty(H, docs.tokens, P, **wide)
     slots = S1 // 64 + S2 // S1 - 2 + max(0, -(-docs.row // S2) - 1)
     partial = torch.empty(len(owners), H, max(slots, 1), P, P, **wide)
-    drow, dcolumn = (torch.zeros(H, docs.tokens, **wide) if gated else None for _ in range(2))
+    dgates = torch.zeros(H, docs.tokens, **wide) if gated else None
     path_dq_kernel[(len(owners) * H,)](
-        q, k, v, w, dy, total, gates, factor, made.keys, made.transitions, spans.products,
-        made.corner, made.solved, queries, row_max, delta, dq, dleft, partial, drow,
-        owners.table, docs.offsets, made.first, spans.base, owners.first, *shape,
-        scale * LOG2E, slots, **size, S1=S1, S2=S2, C=tiles.dq.keys,
+        v, dy, total, gates, factor, made.keys, made.transitions, spans.products, queries,
+        row_max, delta, dleft, partial, dgates, owners.table, docs.offsets, made.first,
+        spans.base, owners.first, *shape, slots, V=V, P=P, PV=PV, S1=S1, S2=S2, C=tiles.dq.keys,
         HEADS=math.gcd(H, tiles.dq.heads), GATED=gated, **tiles.dq.launch,
     )  # fmt: skip
 
@@ -88,9 +86,10 @@ def backward(
     dvalues = torch.empty(G, docs.tokens, PV, **wide)
     path_dkv_kernel[(len(blocks) * G,)](
         v, dy, total, gates, factor, made.keys, made.transitions, spans.products, queries,
-        row_max, delta, dkeys, dvalues, dcolumn, blocks.table, docs.offsets, made.first,
+        row_max, delta, dkeys, dvalues, dgates, blocks.table, docs.offsets, made.first,
         spans.base, *shape, V=V, P=P, PV=PV, S1=S1, S2=S2,
-        HEADS=math.gcd(G, tiles.dkv.heads), TURNED=tiles.dkv.turned, GATED=gated, **tiles.dkv.launch,
+        HEADS=math.gcd(G, tiles.dkv.heads), TURNED=tiles.dkv.turned, GATED=gated,
+        **tiles.dkv.launch,
     )  # fmt: skip
 
     dtransitions = torch.empty(made.transitions.shape, **wide)
@@ -108,26 +107,11 @@ def backward(
         )  # fmt: skip
     path_blocks_back_kernel[(len(blocks) * G,)](
         q, k, v, w, dy, gates, factor, made.corner, made.solved, made.inverse, row_max, delta,
-        dleft, dkeys, dtransitions, dvalues, dcolumn, dk, dv, dw, dbeta, blocks.table,
-        docs.offsets, made.first, docs.tokens, docs.row, H, G, scale * LOG2E,
+        dleft, dkeys, dtransitions, dvalues, dgates, dq, dk, dv, dw, dbeta, blocks.table,
+        docs.offsets, made.first, docs.tokens, gate.stride, H, G, scale * LOG2E,
         **size, GATED=gated, **tiles.blocks.launch,
     )  # fmt: skip
     dlog_forget = None
     if gated:
-        dlog_forget = gate_gradient(drow - dcolumn, factor, log_forget, docs)
+        dlog_forget = gradient(dgates, factor, log_forget, docs)
     return dq, dk, dv, dw, dbeta, dlog_forget
-
-
-def gate_gradient(dsum: Tensor, factor: Tensor, log_forget: Tensor, docs: Documents) -> Tensor:
-    """The gradient of log_forget from that of its sums, [H, tokens]: summed to the document's end."""
-    dsum = dsum.view(-1, docs.batch, docs.row).double().cumsum(-1)
-    before = torch.nn.functional.pad(dsum, (1, 0))
-    if docs.packed:
-        token = torch.arange(docs.row, device=dsum.device)
-        document = torch.searchsorted(docs.offsets[1:], token, right=True)
-        tail = document >= docs.count
-        end = docs.offsets[1:][document.clamp(max=docs.count - 1)]
-        after = (before[..., end] - before[..., :-1]).masked_fill(tail, 0.0)
-    else:
-        after = before[..., -1:] - before[..., :-1]
-    return (after / factor).permute(1, 2, 0).to(log_forget.dtype).contiguous()

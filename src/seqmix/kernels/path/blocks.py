@@ -15,14 +15,14 @@ from seqmix.kernels.path.spans import scaled
 @triton.jit
 def path_blocks_back_kernel(
     q, k, v, w, dy, gates, scaling, corner, solved, inverse, row_max, delta,
-    dleft, dkeys, dtransitions, dvalues, dcolumn, dk, dv, dw, dbeta, table, offsets, first,
-    tokens, row, H, G, scale,
+    dleft, dkeys, dtransitions, dvalues, dgates, dq, dk, dv, dw, dbeta, table, offsets, first,
+    tokens, stride, H, G, scale,
     K: tl.constexpr, V: tl.constexpr, P: tl.constexpr, PV: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
-    """dk, dv, dw and dbeta. Grid (blocks * G); one program: one block of one key head.
+    """dq, dk, dv, dw and dbeta. Grid (blocks * G); one program: one block of one key head.
 
     Reads the gradients of its queries at their left edge, of its keys at their right edge and of
-    its transition; adds the block's own pairs to dcolumn, if gated. Accumulates in float32.
+    its transition; adds the block's own pairs to dgates, if gated. Accumulates in float32.
     """
     entry = tl.program_id(0) // G
     g = (tl.program_id(0) % G).to(tl.int64)
@@ -74,28 +74,34 @@ def path_blocks_back_kernel(
         s = tl.dot(qh, tl.trans(kk), input_precision="ieee") - top[:, None]
         s = tl.dot(b, ue, s, input_precision="ieee")
         if GATED:
-            shift = (begin // row * H + h) * row - begin // row * row
-            s -= tl.load(gates + shift + token, mask=alive, other=0.0)[None, :]
+            place_gate = h * stride + (tl.load(first + document) + index) * 64
+            s -= tl.load(gates + place_gate + side)[None, :]
         p = tl.where(causal, tl.exp2(s), 0.0)
         dvv = tl.dot(tl.trans(p.to(vtype)), dd, dvv, input_precision="ieee")
         ds = p * (tl.dot(dd, tl.trans(vv), input_precision="ieee") * gs - dl[:, None])
         if GATED:
-            out = dcolumn + h * tokens + token
-            tl.store(out, tl.load(out, mask=alive, other=0.0) + tl.sum(ds, 0), mask=alive)
+            out = dgates + h * tokens + token
+            own = tl.sum(ds, 1) - tl.sum(ds, 0)
+            tl.store(out, tl.load(out, mask=alive, other=0.0) + own, mask=alive)
         dsh = ds.to(dtype)
         dkk = tl.dot(tl.trans(dsh), qh, dkk, input_precision="ieee")
         due = tl.dot(tl.trans(b), dsh, due, input_precision="ieee")
-        dq = tl.load(
+        dqq = tl.load(
             dleft + (h * tokens + token)[:, None] * P + channel[None, :],
             mask=alive[:, None],
             other=0.0,
         )
-        dqh, factor = scaled(dq, dtype)
+        dqh, factor = scaled(dqq, dtype)
         duw += tl.dot(tl.trans(b), dqh, input_precision="ieee") * factor
         db = tl.dot(dqh, tl.trans(uw), input_precision="ieee") * factor
         db = tl.dot(dsh, tl.trans(ue), db, input_precision="ieee")
         dbh, factor = scaled(tl.where(causal, db, 0.0), dtype)
         dww += tl.dot(tl.trans(dbh), qh, input_precision="ieee") * factor
+        dqq = tl.dot(dsh, kk, dqq, input_precision="ieee")
+        dqq += tl.dot(dbh, ww, input_precision="ieee") * factor
+        dqq *= scale * 0.6931471805599453 / gs
+        out = dq + (token * H + h)[:, None] * K + channel[None, :]
+        tl.store(out, dqq.to(dq.dtype.element_ty), mask=living)
 
     inner = (index + 1) * 64 < end - begin  # somebody behind the block reads and crosses it
     if inner:

@@ -10,17 +10,19 @@ from seqmix.kernels.path.spans import scaled
 @triton.jit
 def path_dkv_kernel(
     v, dy, gate, gates, scaling, keys, transitions, spans, queries, row_max, delta,
-    dkeys, dv, dcolumn, table, offsets, first, base,
-    tokens, row, N, H, G,
+    dkeys, dv, dgates, table, offsets, first, base,
+    tokens, row, stride, N, H, G,
     V: tl.constexpr, P: tl.constexpr, PV: tl.constexpr,
-    S1: tl.constexpr, S2: tl.constexpr, HEADS: tl.constexpr, TURNED: tl.constexpr, GATED: tl.constexpr,
+    S1: tl.constexpr, S2: tl.constexpr, HEADS: tl.constexpr,
+    TURNED: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
     """Grid (blocks * G). One program: 64 keys of one key head, all queries outside their block.
 
-    dkeys [3, G, tokens, P] (module queries.py: units) and dv [G, tokens, PV], float32. Level by
-    level, walks left over the siblings behind the keys' own segment: cross, dk <- dk F^T, then
-    read, dk += ds^T q, with the keys at the sibling's left edge by one span.
-    dcolumn [H, tokens], zero before: column sums of ds, if gated.
+    dkeys [3, G, tokens, P] (module queries.py: units) and dv [G, tokens, PV], float32. From the
+    far end, walks left over the siblings behind the keys' own segment of each level: cross,
+    dk <- dk F^T, then read, dk += ds^T q, with the keys at the sibling's left edge by one span.
+    dkeys of a level: all that reads them at its right edge. dgates [H, tokens] falls by the
+    column sums of ds, if gated.
     """
     grid = tl.num_programs(0) // G * HEADS
     entry = tl.program_id(0) % grid // HEADS
@@ -48,6 +50,8 @@ def path_dkv_kernel(
     )
     dvv = tl.zeros([64, PV], tl.float32)
 
+    dk = tl.zeros([64, P], tl.float32)
+    walked = 0
     for back in range(3):
         level = 2 - back
         size = tl.where(back == 0, S2, tl.where(back == 1, S1, 64))
@@ -58,21 +62,24 @@ def path_dkv_kernel(
         low = first + level * N + document
         span = tl.load(base + level * N + document)
         span += parent.to(tl.int64) * (siblings.to(tl.int64) * (siblings + 1) // 2)
-        dk = tl.zeros([64, P], tl.float32)
         for step in range(limit - 1 - own):
             sibling = limit - 1 - step
-            if step > 0:
-                dkh, factor = scaled(dk, dtype)
-                slot = (tl.load(low) + sibling).to(tl.int64) * G + g
-                x = tl.load(transitions + slot * P * P + whole)
-                dk += tl.dot(dkh, tl.trans(x), input_precision="ieee") * factor
-            kh = tl.load(keys + ((level * G + g) * tokens + token)[:, None] * P + channel[None, :])
-            if sibling - 1 > own:
-                i = own % siblings + 1
-                j = sibling % siblings
-                slot = (span + j * (j - 1) // 2 + i) * G + g
-                c = tl.load(spans + slot * P * P + whole)
-                kh = tl.dot(kh, c, kh.to(tl.float32), input_precision="ieee").to(dtype)
+            cross = walked > 0
+            behind = sibling - 1 > own
+            # All loads of the step before their first use.
+            place = ((level * G + g) * tokens + token)[:, None] * P + channel[None, :]
+            kh = tl.load(keys + place)
+            slot = (tl.load(low) + sibling).to(tl.int64) * G + g
+            x = tl.load(transitions + slot * P * P + whole, mask=(whole >= 0) & cross, other=0.0)
+            i = own % siblings + 1
+            j = sibling % siblings
+            slot = (span + j * (j - 1) // 2 + i) * G + g
+            c = tl.load(spans + slot * P * P + whole, mask=(whole >= 0) & behind, other=0.0)
+            # No branches around products: they would serialise all of them.
+            dkh, factor = scaled(dk, dtype)
+            dk += tl.dot(dkh, tl.trans(x), input_precision="ieee") * factor
+            kh = tl.dot(kh, c, kh.to(tl.float32), input_precision="ieee").to(dtype)
+            walked += 1
             left = sibling * size
             for head in range(group):
                 h = g * group + head
@@ -83,7 +90,8 @@ def path_dkv_kernel(
                     shift = (begin // row * H + h) * row - begin // row * row + begin
                     age = tl.load(gate + shift + left // S2 * S2)
                     age -= tl.load(gate + shift + position // S2 * S2)
-                    decay = tl.load(gates + shift + position + side, mask=alive, other=0.0)
+                    near = gates + h * stride + tl.load(first + document) * 64
+                    decay = tl.load(near + position + side)
                     decay -= (age * 1.4426950408889634).to(tl.float32)
                     sums = tl.zeros([64], tl.float32)
                 for n in range(0, tl.minimum(size, length - left), 64):
@@ -117,8 +125,8 @@ def path_dkv_kernel(
                             sums += tl.sum(ds, 1)
                         dk = tl.dot(ds.to(dtype), qq, dk, input_precision="ieee")
                 if GATED:
-                    out = dcolumn + h * tokens + token
-                    tl.store(out, tl.load(out, mask=alive, other=0.0) + sums, mask=alive)
+                    out = dgates + h * tokens + token
+                    tl.store(out, tl.load(out, mask=alive, other=0.0) - sums, mask=alive)
         tl.store(
             dkeys + ((level * G + g) * tokens + token)[:, None] * P + channel[None, :],
             dk,

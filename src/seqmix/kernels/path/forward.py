@@ -16,11 +16,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from seqmix.kernels.path.gate import LOG2E, Gate, summed
 from seqmix.kernels.path.layout import Documents, documents
 from seqmix.kernels.path.prepare import Prepared, padded, prepare, rows
 from seqmix.kernels.path.tiles import Tile, forward_tile, sizes
-
-LOG2E = math.log2(math.e)
 
 
 @triton.jit
@@ -38,7 +37,7 @@ def read(s, values, high, total, sums, dtype: tl.constexpr):
 @triton.jit
 def path_forward_kernel(
     q, k, v, w, gate, gates, keys, transitions, corner, solved, y, lse, table, offsets, first,
-    tokens, row, N, H, G, scale,
+    tokens, row, stride, N, H, G, scale,
     K: tl.constexpr, V: tl.constexpr, P: tl.constexpr, PV: tl.constexpr,
     S1: tl.constexpr, S2: tl.constexpr, M: tl.constexpr, C: tl.constexpr,
     HEADS: tl.constexpr, GATED: tl.constexpr,
@@ -46,7 +45,7 @@ def path_forward_kernel(
     """Grid (tiles * H): HEADS heads side by side, their longest tiles first.
 
     One program: M query rows of one head; accumulates in float32; writes y and lse (natural).
-    gate [B, H, row] float64, gates [B, H, row] float32: see `summed_gate`.
+    gate, gates, stride: module gate.py.
     """
     grid = tl.num_programs(0) // H * HEADS
     entry = tl.program_id(0) % grid // HEADS
@@ -77,41 +76,43 @@ def path_forward_kernel(
     total = tl.zeros([M], tl.float32)
     sums = tl.zeros([M, PV], tl.float32)
     if GATED:
-        shift = (begin // row * H + h) * row - begin // row * row + begin
-        gate += shift
-        gates += shift
+        gate += (begin // row * H + h) * row - begin // row * row + begin
+        gates += h.to(tl.int64) * stride + tl.load(first + document) * 64
         here = tl.load(gate + position)
 
     side = tl.arange(0, 64)
     for back in tl.static_range(M // 64):
         block = begin + position + M - 64 - back * 64
-        if block < end:
-            token = block + side
-            living = token < end
-            place = (token * G + g)[:, None]
-            mask = living[:, None] & (channel < K)[None, :]
-            kk = tl.load(k + place * K + channel[None, :], mask=mask, other=0.0).to(dtype)
-            ww = tl.load(w + place * K + channel[None, :], mask=mask, other=0.0).to(dtype)
-            vv = tl.load(
-                v + place * V + value[None, :],
-                mask=living[:, None] & (value < V)[None, :],
-                other=0.0,
-            )
-            slot = (tl.load(first + document) + (block - begin) // 64).to(tl.int64) * G + g
-            ue = tl.load(corner + slot * 4096 + side[:, None] * 64 + side[None, :])
-            uw = tl.load(solved + slot * 64 * P + side[:, None] * P + channel[None, :])
-            causal = query[:, None] >= token[None, :]
-            qh = qq.to(dtype)
-            b = tl.dot(qh, tl.trans(ww), input_precision="ieee")
-            b = tl.where(causal, b, 0.0).to(dtype)
-            s = tl.dot(qh, tl.trans(kk), input_precision="ieee")
-            s = tl.dot(b, ue, s, input_precision="ieee")
-            qq = tl.dot(b, uw, qq, input_precision="ieee")
-            if GATED:
-                age = here - tl.load(gate + token - begin, mask=living, other=0.0)
-                s += (age * 1.4426950408889634).to(tl.float32)[None, :]
-            s = tl.where(causal, s, float("-inf"))
-            high, total, sums = read(s, vv, high, total, sums, v.dtype.element_ty)
+        token = block + side
+        living = token < end
+        place = (token * G + g)[:, None]
+        mask = living[:, None] & (channel < K)[None, :]
+        kk = tl.load(k + place * K + channel[None, :], mask=mask, other=0.0).to(dtype)
+        ww = tl.load(w + place * K + channel[None, :], mask=mask, other=0.0).to(dtype)
+        vv = tl.load(
+            v + place * V + value[None, :],
+            mask=living[:, None] & (value < V)[None, :],
+            other=0.0,
+        )
+        slot = (tl.load(first + document) + (block - begin) // 64).to(tl.int64) * G + g
+        there = (side[:, None] >= 0) & (block < end)  # no branch: it would serialise every product
+        square = slot * 4096 + side[:, None] * 64 + side[None, :]
+        ue = tl.load(corner + square, mask=there, other=0.0)
+        uw = tl.load(
+            solved + slot * 64 * P + side[:, None] * P + channel[None, :], mask=there, other=0.0
+        )
+        causal = query[:, None] >= token[None, :]
+        qh = qq.to(dtype)
+        b = tl.dot(qh, tl.trans(ww), input_precision="ieee")
+        b = tl.where(causal, b, 0.0).to(dtype)
+        s = tl.dot(qh, tl.trans(kk), input_precision="ieee")
+        s = tl.dot(b, ue, s, input_precision="ieee")
+        qq = tl.dot(b, uw, qq, input_precision="ieee")
+        if GATED:
+            ages = here - tl.load(gate + token - begin, mask=living, other=0.0)
+            s += (ages * 1.4426950408889634).to(tl.float32)[None, :]
+        s = tl.where(causal, s, float("-inf"))
+        high, total, sums = read(s, vv, high, total, sums, v.dtype.element_ty)
 
     steps = position % S1 // 64 + position % S2 // S1 + position // S2
     for _ in range(steps):
@@ -124,18 +125,16 @@ def path_forward_kernel(
         kp = keys + ((level * G + g) * tokens + begin + position) * P
         vp = v + ((begin + position) * G + g) * V
         if GATED:
-            age = here - tl.load(gate + position // S2 * S2)
-            age = (age * 1.4426950408889634).to(tl.float32)
-            ahead = tl.load(gates + position + lane)
+            gap = here - tl.load(gate + position // S2 * S2)
+            age = (gap * 1.4426950408889634).to(tl.float32)
         for j in range(0, size, C):
             kk = tl.load(kp + (j + lane)[:, None] * P + channel[None, :])
             vv = rows(vp, (j + lane) * (G * V), V, PV)
+            if GATED:
+                closer = age - tl.load(gates + tl.multiple_of(position, 64) + j + lane)
             s = tl.dot(qh, tl.trans(kk), input_precision="ieee")
             if GATED:
-                s += (age - ahead)[None, :]
-                ahead = tl.load(
-                    gates + position + j + C + lane, mask=lane + j + C < size, other=0.0
-                )
+                s += closer[None, :]
             high, total, sums = read(s, vv, high, total, sums, v.dtype.element_ty)
         if position > 0:
             slot = (tl.load(first + level * N + document) + position // size).to(tl.int64) * G + g
@@ -154,28 +153,8 @@ def path_forward_kernel(
     tl.store(lse + query * H + h, top, mask=alive)
 
 
-def summed_gate(
-    log_forget: Tensor | None, docs: Documents, segment: int
-) -> tuple[Tensor, Tensor] | None:
-    """log_forget [B, T, H] summed over its row, [B, H, T]: float64, and float32 in base 2.
-
-    The second counts from the first token of the `segment` of its document, so that float32 is
-    enough. Below -1e4 a gate is 0 in every precision.
-    """
-    if log_forget is None:
-        return None
-    total = log_forget.transpose(1, 2).double().clamp(min=-1e4).cumsum(-1)
-    token = torch.arange(docs.row, device=total.device)
-    begin = 0
-    if docs.packed:
-        document = torch.searchsorted(docs.offsets[1:], token, right=True)
-        begin = docs.offsets[document.clamp(max=docs.count - 1)].clamp(max=docs.row - 1)
-    start = begin + (token - begin) // segment * segment
-    return total, ((total - total[..., start]) * LOG2E).float()
-
-
 def launch(
-    q: Tensor, k: Tensor, v: Tensor, w: Tensor, gate: tuple[Tensor, Tensor] | None, made: Prepared,
+    q: Tensor, k: Tensor, v: Tensor, w: Tensor, gate: Gate, made: Prepared,
     docs: Documents, levels: tuple[int, int, int], scale: float, tile: Tile,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Run the forward kernel on what `prepare` made: y and lse."""
@@ -185,10 +164,11 @@ def launch(
     y, lse = new(*q.shape[:3], V), new(q.shape[:3], dtype=torch.float32)
     tiles = docs.tiles(tile.block)
     path_forward_kernel[(len(tiles) * H,)](
-        q, k, v, w, *(gate or (None, None)), made.keys, made.transitions, made.corner, made.solved, y, lse,
-        tiles.table, docs.offsets, made.first, docs.tokens, docs.row, docs.count, H, G,
+        q, k, v, w, gate.total, gate.near, made.keys, made.transitions, made.corner,
+        made.solved, y, lse, tiles.table, docs.offsets, made.first, docs.tokens, docs.row,
+        gate.stride, docs.count, H, G,
         scale * LOG2E, K=K, V=V, P=padded(K), PV=padded(V), S1=levels[1], S2=levels[2],
-        M=tile.block, C=tile.keys, HEADS=math.gcd(H, tile.heads), GATED=gate is not None,
+        M=tile.block, C=tile.keys, HEADS=math.gcd(H, tile.heads), GATED=bool(gate),
         **tile.launch,
     )  # fmt: skip
     return y, lse
@@ -211,6 +191,5 @@ def forward(
     levels = levels or sizes(docs.row)
     tile = tile or forward_tile(max(padded(q.shape[3]), padded(v.shape[3])), q.dtype, q.device)
     made = prepare(k, w, beta, docs, levels)
-    return launch(
-        q, k, v, w, summed_gate(log_forget, docs, levels[2]), made, docs, levels, scale, tile
-    )
+    gate = summed(log_forget, docs, made, levels)
+    return launch(q, k, v, w, gate, made, docs, levels, scale, tile)

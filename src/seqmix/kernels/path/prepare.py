@@ -42,7 +42,7 @@ class Prepared:
 
 @triton.jit
 def rows(pointer, offset, size: tl.constexpr, padded: tl.constexpr):
-    """Rows of `size` channels at `offset` from pointer, zero up to `padded`; no mask if not needed."""
+    """Rows of `size` channels at `offset` from pointer, zero up to `padded`."""
     channel = tl.arange(0, padded)
     place = pointer + offset[:, None] + channel[None, :]
     if size == padded:
@@ -66,8 +66,8 @@ def product(a, b, WIDE: tl.constexpr):
 def solve(a, beta, WIDE: tl.constexpr):
     """(I + a)^-1 diag(beta) of a strictly lower 64 x 64 matrix.
 
-    Diagonal blocks of 16 by elimination, all four at once; the rest is M = X16 a_off, M^4 = 0,
-    by Horner: X = X16 - M (X16 - M (X16 - M X16)).
+    Diagonal blocks of 16 by elimination, all four at once: X16. The rest is M = X16 a_off, which
+    has M^4 = 0: (I + M)^-1 X16 = (I + M^2) (I - M) X16.
     """
     row = tl.arange(0, 64)[:, None]
     column = tl.arange(0, 64)[None, :]
@@ -84,9 +84,8 @@ def solve(a, beta, WIDE: tl.constexpr):
     x = tl.reshape(tl.where(same, x[:, :, None, :], 0.0), [64, 64])
     m = product(x, tl.where(row // 16 > column // 16, a, 0.0), WIDE)
     x = x * beta[None, :]
-    u = x - product(m, x, WIDE)
-    u = x - product(m, u, WIDE)
-    return x - product(m, u, WIDE)
+    x -= product(m, x, WIDE)
+    return x + product(product(m, m, WIDE), x, WIDE)
 
 
 @triton.jit
@@ -157,7 +156,8 @@ def path_move_kernel(
     """Keys and transitions of `level` from those of the level below.
 
     Grid (segments * G, P / C). One program: C columns of one segment of one key head. Walks its
-    pieces from the last; y = F_{j+1} ... F_r - I in float32: keys (I + y), then y <- F_j (I + y) - I.
+    pieces from the last with y = F_{j+1} ... F_r - I in float32: keys (I + y), then
+    y <- F_j (I + y) - I.
     """
     entry = tl.program_id(0) // G
     g = (tl.program_id(0) % G).to(tl.int64)

@@ -130,7 +130,7 @@ def path_move_back_kernel(
     keys, dkeys, transitions, dtransitions, spans, table, offsets, first, base,
     tokens, N, G, child, parent, level, P: tl.constexpr,
 ):  # fmt: skip
-    """Back through `path_move_kernel`: dkeys and dtransitions of the level below grow.
+    """Back through `path_move_kernel`: dtransitions of the level below grow.
 
     Grid (segments * G). keys_out = keys R_j with R_j = F_{j+1} ... F_r, R_{j-1} = F_j R_j:
     dF_j += D R_j^T, then D <- F_j^T D + sum keys^T dkeys_out, from D = dF of the segment.
@@ -175,9 +175,6 @@ def path_move_back_kernel(
             kk = tl.load(keys + (low + t) * P + tile)
             dkh, factor = scaled(dk, dtype)
             d += tl.dot(tl.trans(kk), dkh, input_precision="ieee") * factor
-            dk += tl.dot(dkh, tl.trans(r), input_precision="ieee") * factor
-            grown = dkeys + (low + t) * P + tile
-            tl.store(grown, tl.load(grown) + dk)
 
 
 def make_spans(

@@ -1,0 +1,79 @@
+"""The forget gate: its logarithms summed, exactly enough at any length, and the way back."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from seqmix.kernels.path.layout import Documents
+from seqmix.kernels.path.prepare import Prepared
+
+LOG2E = math.log2(math.e)
+
+
+@dataclass(frozen=True)
+class Gate:
+    """total [B, H, T] float64: log_forget summed from its row's first token, natural.
+
+    near [H, stride / 64, 64] float32, base 2, by block: the sum from the first token of the
+    largest segment, so that differences inside one need no float64. Both None without a gate.
+    """
+
+    total: Tensor | None
+    near: Tensor | None
+    stride: int
+
+    def __bool__(self) -> bool:
+        return self.total is not None
+
+
+@triton.jit
+def path_gate_kernel(total, near, table, offsets, first, row, H, stride, S2):
+    """near from total. Grid (blocks * H)."""
+    entry = tl.program_id(0) // H
+    h = (tl.program_id(0) % H).to(tl.int64)
+    document = tl.load(table + 2 * entry)
+    if document < 0:
+        return
+    position = tl.load(table + 2 * entry + 1) * 64
+    begin = tl.load(offsets + document)
+    token = begin + position + tl.arange(0, 64)
+    total += (begin // row * H + h) * row - begin // row * row
+    start = tl.load(total + begin + position // S2 * S2)
+    here = tl.load(total + token, mask=token < tl.load(offsets + document + 1), other=0.0)
+    place = h * stride + tl.load(first + document) * 64 + position + tl.arange(0, 64)
+    tl.store(near + place, ((here - start) * 1.4426950408889634).to(tl.float32))
+
+
+def summed(log_forget: Tensor | None, docs: Documents, made: Prepared, sizes: tuple) -> Gate:
+    """log_forget [B, T, H] summed. Below -1e4 a gate is 0 in every precision."""
+    if log_forget is None:
+        return Gate(None, None, 0)
+    H = log_forget.shape[2]
+    total = log_forget.transpose(1, 2).double().clamp(min=-1e4).cumsum(-1)
+    blocks = docs.tiles(sizes[0])
+    stride = (len(blocks) + 1) * 64  # one more: readers look a tile ahead
+    near = torch.empty(H, stride, device=total.device, dtype=torch.float32)
+    path_gate_kernel[(len(blocks) * H,)](
+        total, near, blocks.table, docs.offsets, made.first, docs.row, H, stride, sizes[2],
+        num_warps=1,
+    )  # fmt: skip
+    return Gate(total, near, stride)
+
+
+def gradient(dsum: Tensor, factor: Tensor, log_forget: Tensor, docs: Documents) -> Tensor:
+    """The gradient of log_forget: that of its sums [H, tokens], added up to the document's end."""
+    dsum = dsum.view(-1, docs.batch, docs.row).double().cumsum(-1)
+    before = torch.nn.functional.pad(dsum, (1, 0))
+    if docs.packed:
+        token = torch.arange(docs.row, device=dsum.device)
+        document = torch.searchsorted(docs.offsets[1:], token, right=True)
+        tail = document >= docs.count
+        end = docs.offsets[1:][document.clamp(max=docs.count - 1)]
+        after = (before[..., end] - before[..., :-1]).masked_fill(tail, 0.0)
+    else:
+        after = before[..., -1:] - before[..., :-1]
+    return (after / factor).permute(1, 2, 0).to(log_forget.dtype).contiguous()
