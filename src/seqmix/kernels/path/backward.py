@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor
 
-from seqmix.kernels.path.blocks import path_blocks_back_kernel
+from seqmix.kernels.path.blocks import path_pairs_back_kernel, path_solve_back_kernel
 from seqmix.kernels.path.dkv import path_dkv_kernel
 from seqmix.kernels.path.gate import LOG2E, gradient, summed
 from seqmix.kernels.path.layout import documents
@@ -105,11 +105,17 @@ def backward(
             docs.offsets, made.first, spans.base, docs.tokens, N, G, levels[level - 1],
             levels[level], level, P=P, **tiles.move.launch,
         )  # fmt: skip
-    path_blocks_back_kernel[(len(blocks) * G,)](
-        q, k, v, w, dy, gates, factor, made.corner, made.solved, made.inverse, row_max, delta,
-        dleft, dkeys, dtransitions, dvalues, dgates, dq, dk, dv, dw, dbeta, blocks.table,
-        docs.offsets, made.first, docs.tokens, gate.stride, H, G, scale * LOG2E,
-        **size, GATED=gated, **tiles.blocks.launch,
+    narrow = torch.bfloat16 if q.dtype == torch.bfloat16 else torch.float32
+    dinner = torch.empty(len(blocks), G, 4, 64, max(P, 64), device=q.device, dtype=narrow)
+    path_pairs_back_kernel[(len(blocks) * G,)](
+        q, k, v, w, dy, gates, factor, made.corner, made.solved, row_max, delta, dleft, dvalues,
+        dgates, dq, dv, dinner, blocks.table, docs.offsets, made.first, docs.tokens,
+        gate.stride, G, scale * LOG2E, **size, GROUP=H // G, GATED=gated, **tiles.blocks.launch,
+    )  # fmt: skip
+    path_solve_back_kernel[(len(blocks) * G,)](
+        k, w, factor, made.corner, made.solved, made.inverse, dkeys, dtransitions, dinner,
+        dk, dw, dbeta, blocks.table, docs.offsets, made.first, docs.tokens, G, K=K, P=P,
+        **tiles.blocks.launch,
     )  # fmt: skip
     dlog_forget = None
     if gated:
