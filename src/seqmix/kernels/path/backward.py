@@ -56,27 +56,29 @@ def backward(
     gated, total, gates = bool(gate), gate.total, gate.near
     dy = dy.to(v.dtype)
     factor = scaling(dy, v)
-    shape = (docs.tokens, docs.row, gate.stride, docs.count, H, G)
+    lines = (len(blocks) + 1) * 64
+    shape = (docs.tokens, docs.row, lines, docs.count, H, G)
     size = {"K": K, "V": V, "P": P, "PV": PV}
     wide = {"device": q.device, "dtype": torch.float32}
     N = docs.count
 
-    queries = torch.empty(3, H, docs.tokens, P, device=q.device, dtype=made.keys.dtype)
-    row_max, delta = (torch.empty(H, docs.tokens, **wide) for _ in range(2))
+    queries = torch.empty(3, H, lines, P, device=q.device, dtype=made.keys.dtype)
+    outer = torch.empty(H, lines, PV, device=q.device, dtype=v.dtype)
+    row_max, delta = (torch.empty(H, lines, **wide) for _ in range(2))
     path_queries_kernel[(len(blocks) * H,)](
-        q, w, dy, y, lse, gates, factor, made.solved, made.transitions, queries, row_max, delta,
-        blocks.table, docs.offsets, made.first, *shape, scale * LOG2E,
+        q, w, dy, y, lse, gates, factor, made.solved, made.transitions, queries, outer, row_max,
+        delta, blocks.table, docs.offsets, made.first, lines, N, H, G, scale * LOG2E,
         **size, S1=S1, S2=S2, GATED=gated, **tiles.queries.launch,
     )  # fmt: skip
 
     new = torch.zeros_like if docs.packed else torch.empty_like  # tokens behind the last document
     dq, dk, dv, dw, dbeta = (new(x) for x in (q, k, v, w, beta))
-    dleft = torch.empty(H, docs.tokens, P, **wide)
+    dleft = torch.empty(H, lines, P, **wide)
     slots = S1 // 64 + S2 // S1 - 2 + max(0, -(-docs.row // S2) - 1)
     partial = torch.empty(len(owners), H, max(slots, 1), P, P, **wide)
-    dgates = torch.zeros(H, docs.tokens, **wide) if gated else None
+    dgates = torch.empty(H, lines, **wide) if gated else None
     path_dq_kernel[(len(owners) * H,)](
-        v, dy, total, gates, factor, made.keys, made.transitions, spans.products, queries,
+        v, outer, total, gates, factor, made.keys, made.transitions, spans.products, queries,
         row_max, delta, dleft, partial, dgates, owners.table, docs.offsets, made.first,
         spans.base, owners.first, *shape, slots, V=V, P=P, PV=PV, S1=S1, S2=S2, C=tiles.dq.keys,
         HEADS=math.gcd(H, tiles.dq.heads), GATED=gated, **tiles.dq.launch,
@@ -85,7 +87,7 @@ def backward(
     dkeys = torch.empty(3, G, docs.tokens, P, **wide)
     dvalues = torch.empty(G, docs.tokens, PV, **wide)
     path_dkv_kernel[(len(blocks) * G,)](
-        v, dy, total, gates, factor, made.keys, made.transitions, spans.products, queries,
+        v, outer, total, gates, factor, made.keys, made.transitions, spans.products, queries,
         row_max, delta, dkeys, dvalues, dgates, blocks.table, docs.offsets, made.first,
         spans.base, *shape, V=V, P=P, PV=PV, S1=S1, S2=S2,
         HEADS=math.gcd(G, tiles.dkv.heads), TURNED=tiles.dkv.turned, GATED=gated,
@@ -108,16 +110,16 @@ def backward(
     narrow = torch.bfloat16 if q.dtype == torch.bfloat16 else torch.float32
     dinner = torch.empty(len(blocks), G, 4, 64, max(P, 64), device=q.device, dtype=narrow)
     path_pairs_back_kernel[(len(blocks) * G,)](
-        q, k, v, w, dy, gates, factor, made.corner, made.solved, row_max, delta, dleft, dvalues,
+        q, k, v, w, outer, gates, factor, made.corner, made.solved, row_max, delta, dleft, dvalues,
         dgates, dq, dv, dinner, blocks.table, docs.offsets, made.first, docs.tokens,
-        gate.stride, G, scale * LOG2E, **size, GROUP=H // G, GATED=gated, **tiles.blocks.launch,
+        lines, G, scale * LOG2E, **size, GROUP=H // G, GATED=gated, **tiles.pairs.launch,
     )  # fmt: skip
     path_solve_back_kernel[(len(blocks) * G,)](
         k, w, factor, made.corner, made.solved, made.inverse, dkeys, dtransitions, dinner,
         dk, dw, dbeta, blocks.table, docs.offsets, made.first, docs.tokens, G, K=K, P=P,
-        **tiles.blocks.launch,
+        **tiles.solve.launch,
     )  # fmt: skip
     dlog_forget = None
     if gated:
-        dlog_forget = gradient(dgates, factor, log_forget, docs)
+        dlog_forget = gradient(dgates, factor, log_forget, docs, made.first[0])
     return dq, dk, dv, dw, dbeta, dlog_forget

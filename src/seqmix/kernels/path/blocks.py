@@ -14,9 +14,9 @@ from seqmix.kernels.path.spans import scaled
 
 @triton.jit
 def path_pairs_back_kernel(
-    q, k, v, w, dy, gates, scaling, corner, solved, row_max, delta, dleft, dvalues, dgates,
+    q, k, v, w, outer, gates, scaling, corner, solved, row_max, delta, dleft, dvalues, dgates,
     dq, dv, dinner, table, offsets, first,
-    tokens, stride, G, scale,
+    tokens, lines, G, scale,
     K: tl.constexpr, V: tl.constexpr, P: tl.constexpr, PV: tl.constexpr, GROUP: tl.constexpr,
     GATED: tl.constexpr,
 ):  # fmt: skip
@@ -64,22 +64,20 @@ def path_pairs_back_kernel(
         qh = tl.load(q + (token * (G * GROUP) + h)[:, None] * K + channel[None, :],
                      mask=living, other=0.0)  # fmt: skip
         qh = (qh.to(tl.float32) * scale).to(dtype)
-        dd = tl.load(dy + (token * (G * GROUP) + h)[:, None] * V + value[None, :],
-                     mask=giving, other=0.0)  # fmt: skip
-        top = tl.load(row_max + h * tokens + token, mask=alive, other=float("inf"))
-        dl = tl.load(delta + h * tokens + token, mask=alive, other=0.0)
+        line = h * lines + (tl.load(first + document) + index) * 64 + side
+        dd = tl.load(outer + line[:, None] * PV + value[None, :])
+        top = tl.load(row_max + line)
+        dl = tl.load(delta + line)
         b = tl.where(causal, tl.dot(qh, tl.trans(ww), input_precision="ieee"), 0.0).to(dtype)
         s = tl.dot(qh, tl.trans(kk), input_precision="ieee") - top[:, None]
         s = tl.dot(b, ue, s, input_precision="ieee")
         if GATED:
-            near = gates + h * stride + (tl.load(first + document) + index) * 64
-            s -= tl.load(near + side)[None, :]
+            s -= tl.load(gates + line)[None, :]
         p = tl.where(causal, tl.exp2(s), 0.0)
         ds = p * (tl.dot(dd, tl.trans(vv), input_precision="ieee") * gs - dl[:, None])
         if GATED:
-            out = dgates + h * tokens + token
             own = tl.sum(ds, 1) - tl.sum(ds, 0)
-            tl.store(out, tl.load(out, mask=alive, other=0.0) + own, mask=alive)
+            tl.store(dgates + line, tl.load(dgates + line) + own)
         dsh = ds.to(dtype)
 
         out = dvalues + (g * tokens + token)[:, None] * PV + value[None, :]
@@ -94,8 +92,7 @@ def path_pairs_back_kernel(
         due = tl.load(square, mask=more, other=0.0).to(tl.float32)
         tl.store(square, tl.dot(tl.trans(b), dsh, due, input_precision="ieee").to(itype))
 
-        dqq = tl.load(dleft + (h * tokens + token)[:, None] * P + channel[None, :],
-                      mask=alive[:, None], other=0.0)  # fmt: skip
+        dqq = tl.load(dleft + line[:, None] * P + channel[None, :])
         dqh, factor = scaled(dqq, dtype)
         duw = tl.load(wide + 64 * WIDTH, mask=more, other=0.0).to(tl.float32)
         duw += tl.dot(tl.trans(b), dqh, input_precision="ieee") * factor

@@ -3,15 +3,14 @@
 import triton
 import triton.language as tl
 
-from seqmix.kernels.path.prepare import rows
 from seqmix.kernels.path.spans import scaled
 
 
 @triton.jit
 def path_dkv_kernel(
-    v, dy, gate, gates, scaling, keys, transitions, spans, queries, row_max, delta,
+    v, outer, gate, gates, scaling, keys, transitions, spans, queries, row_max, delta,
     dkeys, dv, dgates, table, offsets, first, base,
-    tokens, row, stride, N, H, G,
+    tokens, row, lines, N, H, G,
     V: tl.constexpr, P: tl.constexpr, PV: tl.constexpr,
     S1: tl.constexpr, S2: tl.constexpr, HEADS: tl.constexpr,
     TURNED: tl.constexpr, GATED: tl.constexpr,
@@ -21,7 +20,7 @@ def path_dkv_kernel(
     dkeys [3, G, tokens, P] (module queries.py: units) and dv [G, tokens, PV], float32. From the
     far end, walks left over the siblings behind the keys' own segment of each level: cross,
     dk <- dk F^T, then read, dk += ds^T q, with the keys at the sibling's left edge by one span.
-    dkeys of a level: all that reads them at its right edge. dgates [H, tokens] falls by the
+    dkeys of a level: all that reads them at its right edge. dgates [H, lines] falls by the
     column sums of ds, if gated.
     """
     grid = tl.num_programs(0) // G * HEADS
@@ -53,7 +52,7 @@ def path_dkv_kernel(
     dk = tl.zeros([64, P], tl.float32)
     walked = 0
     for back in range(3):
-        level = 2 - back
+        level = tl.where(back == 0, 2, tl.where(back == 1, 1, 0))
         size = tl.where(back == 0, S2, tl.where(back == 1, S1, 64))
         siblings = tl.where(back == 0, 1 << 20, tl.where(back == 1, S2 // S1, S1 // 64))
         own = position // size
@@ -83,24 +82,23 @@ def path_dkv_kernel(
             left = sibling * size
             for head in range(group):
                 h = g * group + head
-                qp = queries + ((level * H + h) * tokens + begin + left) * P
-                dp = dy + ((begin + left) * H + h) * V
-                rp = h * tokens + begin + left
+                start = tl.load(first + document) * 64 + left
+                rp = h * lines + tl.multiple_of(start, 64)
+                qp = queries + (level.to(tl.int64) * H * lines + rp) * P
+                dp = outer + rp * PV
                 if GATED:
                     shift = (begin // row * H + h) * row - begin // row * row + begin
                     age = tl.load(gate + shift + left // S2 * S2)
                     age -= tl.load(gate + shift + position // S2 * S2)
-                    near = gates + h * stride + tl.load(first + document) * 64
-                    decay = tl.load(near + position + side)
+                    own_line = h * lines + tl.load(first + document) * 64 + position + side
+                    decay = tl.load(gates + own_line)
                     decay -= (age * 1.4426950408889634).to(tl.float32)
                     sums = tl.zeros([64], tl.float32)
                 for n in range(0, tl.minimum(size, length - left), 64):
                     lane = n + side
-                    real = left + lane < length
-                    lane = tl.minimum(lane, length - left - 1)  # a row again: its p will be 0
-                    qq = rows(qp, lane * P, P, P)
-                    dd = rows(dp, lane * (H * V), V, PV)
-                    top = tl.load(row_max + rp + lane, mask=real, other=float("inf"))
+                    qq = tl.load(qp + lane[:, None] * P + channel[None, :])
+                    dd = tl.load(dp + lane[:, None] * PV + value[None, :])
+                    top = tl.load(row_max + rp + lane)
                     dl = tl.load(delta + rp + lane)
                     if TURNED:  # queries along rows: fewer registers, two passes through memory
                         s = tl.dot(qq, tl.trans(kh), input_precision="ieee") - top[:, None]
@@ -125,8 +123,7 @@ def path_dkv_kernel(
                             sums += tl.sum(ds, 1)
                         dk = tl.dot(ds.to(dtype), qq, dk, input_precision="ieee")
                 if GATED:
-                    out = dgates + h * tokens + token
-                    tl.store(out, tl.load(out, mask=alive, other=0.0) - sums, mask=alive)
+                    tl.store(dgates + own_line, tl.load(dgates + own_line) - sums)
         tl.store(
             dkeys + ((level * G + g) * tokens + token)[:, None] * P + channel[None, :],
             dk,

@@ -64,8 +64,14 @@ def summed(log_forget: Tensor | None, docs: Documents, made: Prepared, sizes: tu
     return Gate(total, near, stride)
 
 
-def gradient(dsum: Tensor, factor: Tensor, log_forget: Tensor, docs: Documents) -> Tensor:
-    """The gradient of log_forget: that of its sums [H, tokens], added up to the document's end."""
+def gradient(
+    dsum: Tensor, factor: Tensor, log_forget: Tensor, docs: Documents, first: Tensor
+) -> Tensor:
+    """The gradient of log_forget: that of its sums [H, lines], added up to the document's end."""
+    token = torch.arange(docs.tokens, device=dsum.device)
+    document = torch.searchsorted(docs.offsets[1:], token, right=True).clamp(max=docs.count - 1)
+    line = first[document] * 64 + token - docs.offsets[document]
+    dsum = dsum[:, line.clamp(max=dsum.shape[1] - 1)]
     dsum = dsum.view(-1, docs.batch, docs.row).double().cumsum(-1)
     before = torch.nn.functional.pad(dsum, (1, 0))
     if docs.packed:

@@ -21,6 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from seqmix.kernels.path.layout import BLOCK, Documents
+from seqmix.kernels.path.tiles import Tile, prepare_tile
 
 
 @dataclass(frozen=True)
@@ -196,11 +197,6 @@ def path_move_kernel(
     tl.store(transitions + slot * P * P + row[:, None] * P + column[None, :], y.to(dtype))
 
 
-def _options(P: int) -> dict[str, int]:
-    cap = {"maxnreg": 168} if P <= 64 else {}
-    return {"num_warps": 4 if P <= 64 else 8, "num_stages": 1} | cap
-
-
 def padded(size: int) -> int:
     """The width at which kernels hold a head of `size` channels."""
     return max(16, triton.next_power_of_2(size))
@@ -214,6 +210,7 @@ def prepare(
     sizes: tuple[int, int, int],
     *,
     inverse: bool = False,
+    tile: Tile | None = None,
 ) -> Prepared:
     """Solve every block and move keys and transitions up the levels of `sizes` tokens."""
     G, K = k.shape[2:]
@@ -237,7 +234,7 @@ def prepare(
     path_prepare_kernel[(blocks * G,)](
         k, w, beta, made.keys, made.transitions, made.corner, made.solved, made.inverse,
         levels[0].table, docs.offsets, made.first, docs.tokens, G,
-        K=K, P=P, STORE_INVERSE=inverse, **_options(P),
+        K=K, P=P, STORE_INVERSE=inverse, **(tile or prepare_tile(P, k.dtype)).launch,
     )  # fmt: skip
     columns = min(P, 64)
     for level in range(1, len(sizes)):

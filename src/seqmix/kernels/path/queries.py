@@ -15,16 +15,17 @@ from seqmix.kernels.path.spans import scaled
 
 @triton.jit
 def path_queries_kernel(
-    q, w, dy, y, lse, gates, scaling, solved, transitions, queries, row_max, delta,
+    q, w, dy, y, lse, gates, scaling, solved, transitions, queries, outer, row_max, delta,
     table, offsets, first,
-    tokens, row, stride, N, H, G, scale,
+    lines, N, H, G, scale,
     K: tl.constexpr, V: tl.constexpr, P: tl.constexpr, PV: tl.constexpr,
     S1: tl.constexpr, S2: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
-    """queries [3, H, tokens, P] at the left edge of their segment of each level.
+    """queries [3, H, lines, P] at the left edge of their segment of each level.
 
-    Grid (blocks * H). Also delta = scaling sum dy y, and row_max = lse less the gate, base 2, both
-    [H, tokens] float32, so that p = exp2(q k - gate_j - row_max).
+    Grid (blocks * H). Also outer, dy in the same order [H, lines, PV], delta = scaling sum dy y,
+    and row_max = lse less the gate, base 2, both [H, lines] float32, so that
+    p = exp2(q k - gate_j - row_max). lines: 64 a block.
     """
     entry = tl.program_id(0) // H
     h = tl.program_id(0) % H
@@ -43,61 +44,61 @@ def path_queries_kernel(
     alive = token < end
     place = (token * H + h)[:, None]
 
+    # Scratch of the query side goes by blocks: rows behind a document are there, and neutral.
+    base = tl.load(first + document)
+    line = h.to(tl.int64) * lines + base * 64 + position + side
     mask = alive[:, None] & (value < V)[None, :]
-    dyy = tl.load(dy + place * V + value[None, :], mask=mask, other=0.0).to(tl.float32)
+    dyy = tl.load(dy + place * V + value[None, :], mask=mask, other=0.0)
     yy = tl.load(y + place * V + value[None, :], mask=mask, other=0.0).to(tl.float32)
-    tl.store(
-        delta + h.to(tl.int64) * tokens + token, tl.sum(dyy * yy, 1) * tl.load(scaling), mask=alive
-    )
-    top = tl.load(lse + token * H + h, mask=alive, other=0.0) * 1.4426950408889634
+    tl.store(outer + line[:, None] * PV + value[None, :], dyy.to(outer.dtype.element_ty))
+    tl.store(delta + line, tl.sum(dyy.to(tl.float32) * yy, 1) * tl.load(scaling))
+    top = tl.load(lse + token * H + h, mask=alive, other=float("inf")) * 1.4426950408889634
     if GATED:
-        gates += h.to(tl.int64) * stride + tl.load(first + document) * 64
-        top -= tl.load(gates + position + side)
-    tl.store(row_max + h.to(tl.int64) * tokens + token, top, mask=alive)
+        top -= tl.load(gates + line)
+    tl.store(row_max + line, top)
 
     mask = alive[:, None] & (channel < K)[None, :]
     qq = tl.load(q + place * K + channel[None, :], mask=mask, other=0.0).to(tl.float32) * scale
     ww = tl.load(w + (token * G + g)[:, None] * K + channel[None, :], mask=mask, other=0.0)
-    slot = (tl.load(first + document) + position // 64).to(tl.int64) * G + g
+    slot = (base + position // 64).to(tl.int64) * G + g
     uw = tl.load(solved + slot * 64 * P + side[:, None] * P + channel[None, :])
     b = tl.dot(qq.to(dtype), tl.trans(ww.to(dtype)), input_precision="ieee")
     b = tl.where(side[:, None] >= side[None, :], b, 0.0)
     qq = tl.dot(b.to(dtype), uw, qq, input_precision="ieee")
-    out = queries + (h.to(tl.int64) * tokens + token)[:, None] * P + channel[None, :]
-    tl.store(out, qq.to(dtype), mask=alive[:, None])
+    out = queries + line[:, None] * P + channel[None, :]
+    tl.store(out, qq.to(dtype))
 
     whole = channel[:, None] * P + channel[None, :]
-    base = tl.load(first + document)
     for _ in range(position % S1 // 64):
         position -= 64
         x = tl.load(transitions + ((base + position // 64).to(tl.int64) * G + g) * P * P + whole)
         qq = tl.dot(qq.to(dtype), tl.trans(x), qq, input_precision="ieee")
-    out = queries + ((H + h.to(tl.int64)) * tokens + token)[:, None] * P + channel[None, :]
-    tl.store(out, qq.to(dtype), mask=alive[:, None])
+    line += tl.full((), 1, tl.int64) * H * lines
+    tl.store(queries + line[:, None] * P + channel[None, :], qq.to(dtype))
     base = tl.load(first + N + document)
     for _ in range(position % S2 // S1):
         position -= S1
         x = tl.load(transitions + ((base + position // S1).to(tl.int64) * G + g) * P * P + whole)
         qq = tl.dot(qq.to(dtype), tl.trans(x), qq, input_precision="ieee")
-    out = queries + ((2 * H + h.to(tl.int64)) * tokens + token)[:, None] * P + channel[None, :]
-    tl.store(out, qq.to(dtype), mask=alive[:, None])
+    line += tl.full((), 1, tl.int64) * H * lines
+    tl.store(queries + line[:, None] * P + channel[None, :], qq.to(dtype))
 
 
 @triton.jit
 def path_dq_kernel(
-    v, dy, gate, gates, scaling, keys, transitions, spans, queries, row_max, delta,
+    v, outer, gate, gates, scaling, keys, transitions, spans, queries, row_max, delta,
     dleft, partial, dgates, table, offsets, first, base, owners,
-    tokens, row, stride, N, H, G, slots,
+    tokens, row, lines, N, H, G, slots,
     V: tl.constexpr, P: tl.constexpr, PV: tl.constexpr,
     S1: tl.constexpr, S2: tl.constexpr, C: tl.constexpr, HEADS: tl.constexpr,
     GATED: tl.constexpr,
 ):  # fmt: skip
-    """dleft [H, tokens, P], the gradient of queries at their block's left edge, and parts of dF.
+    """dleft [H, lines, P], the gradient of queries at their block's left edge, and parts of dF.
 
     Grid (segments of S1 * H). One program: the S1 queries of one segment and head, 64 at a time,
     walking right from the document's first token: cross, dq <- dq F with dF += dq^T q, then read,
     dq += ds K, over the largest segments. Keeps its dF in its own `partial` [slots, P, P] float32
-    (plain stores: deterministic). dgates [H, tokens]: row sums of ds, if gated.
+    (plain stores: deterministic). dgates [H, lines]: row sums of ds, if gated.
     """
     grid = tl.num_programs(0) // H * HEADS
     entry = tl.program_id(0) % grid // HEADS
@@ -111,7 +112,6 @@ def path_dq_kernel(
     begin = tl.load(offsets + document)
     end = tl.load(offsets + document + 1)
     dtype: tl.constexpr = keys.dtype.element_ty
-    vtype: tl.constexpr = v.dtype.element_ty
     side = tl.arange(0, 64)
     lane = tl.arange(0, C)
     channel = tl.arange(0, P)
@@ -123,20 +123,15 @@ def path_dq_kernel(
     partial += ((tl.load(owners + document) + owner).to(tl.int64) * H + h) * slots * P * P
     if GATED:
         gate += (begin // row * H + h) * row - begin // row * row + begin
-        gates += h * stride + tl.load(first + document) * 64
+        gates += h * lines + tl.load(first + document) * 64
         here = tl.load(gate + start // S2 * S2)
 
     for tile in range(tl.minimum(S1, (end - begin).to(tl.int32) - start + 63) // 64):
         edge0 = start + tile * 64
-        token = begin + edge0 + side
-        alive = token < end
-        dd = tl.load(
-            dy + (token * H + h)[:, None] * V + value[None, :],
-            mask=alive[:, None] & (value < V)[None, :],
-            other=0.0,
-        ).to(vtype)
-        top = tl.load(row_max + h * tokens + token, mask=alive, other=float("inf"))
-        dl = tl.load(delta + h * tokens + token, mask=alive, other=0.0)
+        line = h * lines + tl.load(first + document) * 64 + edge0 + side
+        dd = tl.load(outer + line[:, None] * PV + value[None, :])
+        top = tl.load(row_max + line)
+        dl = tl.load(delta + line)
         dq = tl.zeros([64, P], tl.float32)
         sums = tl.zeros([64], tl.float32)
         position = 0
@@ -149,8 +144,8 @@ def path_dq_kernel(
             cross = position > 0
             behind = position + size < edge
             # All loads of the step before their first use.
-            place = ((level * H + h) * tokens + token)[:, None] * P + channel[None, :]
-            qh = tl.load(queries + place, mask=alive[:, None], other=0.0)
+            place = (level.to(tl.int64) * H * lines + line)[:, None] * P + channel[None, :]
+            qh = tl.load(queries + place)
             siblings = tl.where(far, 1 << 20, tl.where(middle, S2 // S1, S1 // 64))
             i = (position // size + 1) % siblings
             j = edge // size % siblings
@@ -175,8 +170,8 @@ def path_dq_kernel(
             # No branches around products: they would serialise all of them.
             qh = tl.dot(qh, tl.trans(c), qh.to(tl.float32), input_precision="ieee").to(dtype)
             dqh, factor = scaled(dq, dtype)
-            outer = tl.dot(tl.trans(dqh), qh, input_precision="ieee") * factor
-            tl.store(out, outer + old, mask=(whole >= 0) & cross)
+            crossed = tl.dot(tl.trans(dqh), qh, input_precision="ieee") * factor
+            tl.store(out, crossed + old, mask=(whole >= 0) & cross)
             dq += tl.dot(dqh, x, input_precision="ieee") * factor
             kp = keys + ((level * G + g) * tokens + begin + position) * P
             vp = v + ((begin + position) * G + g) * V
@@ -200,7 +195,6 @@ def path_dq_kernel(
                 dq = tl.dot(ds.to(dtype), kk, dq, input_precision="ieee")
             position += size
 
-        place = (h * tokens + token)[:, None] * P + channel[None, :]
-        tl.store(dleft + place, dq, mask=alive[:, None])
+        tl.store(dleft + line[:, None] * P + channel[None, :], dq)
         if GATED:
-            tl.store(dgates + h * tokens + token, sums, mask=alive)
+            tl.store(dgates + line, sums)

@@ -56,7 +56,8 @@ class Backward:
     dq: Tile
     dkv: Tile
     move: Tile
-    blocks: Tile
+    pairs: Tile
+    solve: Tile
 
 
 def backward_tiles(padded: int, dtype: torch.dtype, device: torch.device) -> Backward:
@@ -64,11 +65,17 @@ def backward_tiles(padded: int, dtype: torch.dtype, device: torch.device) -> Bac
     warps = 4 if padded <= 64 else 8
     few, many = Tile(warps=warps, stages=1), Tile(warps=warps, stages=2, turned=True)
     if dtype == torch.float32:
-        return Backward(few, replace(few, keys=32), few, few, few)
-    keys = 64 if padded <= 128 else 32
-    cap = 168 if padded <= 64 else None
-    dq = replace(many, keys=keys, registers=cap)
-    return Backward(few, dq, many, few, replace(few, warps=8))
+        return Backward(few, replace(few, keys=32), few, few, few, few)
+    dq = replace(many, keys=64 if padded <= 128 else 32, stages=3)
+    pairs = replace(few, registers=168) if padded <= 64 else few
+    return Backward(few, dq, many, few, pairs, few)
+
+
+def prepare_tile(padded: int, dtype: torch.dtype) -> Tile:
+    """The tile of the kernel that solves blocks."""
+    if padded > 64 or dtype == torch.float32:
+        return Tile(warps=8 if padded > 64 else 4, stages=1)
+    return Tile(warps=4, stages=1, registers=168)
 
 
 def sizes(longest: int) -> tuple[int, int, int]:
