@@ -150,7 +150,7 @@ def test_every_width_and_number_of_heads_runs_or_says_why(variant, size):
         try:
             layer = build(variant, size, heads)
         except ValueError as error:
-            assert re.match(r"\w+: \w+ must be .*, got ", str(error)), error
+            assert re.match(r"\w+: \w+ must .*, got ", str(error)), error
             continue
         assert layer(torch.randn(1, 3, size))[0].shape == (1, 3, size)
 
@@ -166,7 +166,8 @@ def test_meta_device_then_init_weights_gives_a_fresh_layer(variant):
     normal = build(variant)
     for (name, a), b in zip(layer.named_parameters(), normal.parameters(), strict=True):
         assert a.isfinite().all(), name
-        torch.testing.assert_close(a.mean(), b.mean(), rtol=0.3, atol=0.3)
+        error = ((a.var() + b.var()) / a.numel()).sqrt() if a.numel() > 1 else a.new_tensor(1.0)
+        assert (a.mean() - b.mean()).abs() <= 5 * error + 1e-6, name
     assert layer(torch.randn(1, 5, 32))[0].isfinite().all()
 
 
