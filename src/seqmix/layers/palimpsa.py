@@ -51,7 +51,7 @@ class _Palimpsa(nn.Module):
         num_heads: int,
         key_dim: int,
         value_dim: int,
-        scale: float,
+        scale: float | None,
         *,
         metaplasticity: bool,
         beta_groups: int | None,
@@ -123,9 +123,9 @@ class _Palimpsa(nn.Module):
         arguments = [q, k, (s[..., None] * v).to(q.dtype), log_decay]
         options = {"cu_seqlens": cu_seqlens, "return_state": return_state, "impl": self.impl}
         if self.beta_proj is None:
-            scale, start = self.scale / self.prior, state and state.content
-            y, last = gated_linear_attention(*arguments, scale=scale, state=start, **options)
-            last = (last, None)
+            start = state and state.content
+            y, last = gated_linear_attention(*arguments, scale=self.scale, state=start, **options)
+            y, last = y / self.prior, (last, None)
         else:
             prior = self.prior if self.log_prior is None else wide(self.log_prior).exp()
             start = state and (state.content, state.excess)
@@ -186,7 +186,7 @@ class PalimpsaD(_Palimpsa):
             num_heads,
             key_dim,
             value_dim,
-            key_dim**-0.5,
+            None,  # K^-1/2
             metaplasticity=metaplasticity,
             beta_groups=beta_groups,
             prior=prior,
