@@ -249,6 +249,7 @@ def test_a_recipe_that_cannot_run_leaves_the_old_run_in_place(whole):
         {"model": {"mixers": ["none"]}},
         {"batch_size": 5, "micro_batch_size": 2},
         {"sequence_length": 10**6},
+        {"report_to": ["no_such_logger"]},
     ):
         with pytest.raises(ValueError):
             train(replace(runs.recipe(whole), **changes), whole / "run", overwrite=True)

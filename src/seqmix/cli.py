@@ -37,6 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.traceback:
             raise
         message = " ".join(str(error).split()) or type(error).__name__
+        message = message.removeprefix(f"{arguments.command}: ")
         print(f"seqmix {arguments.command}: {message}", file=sys.stderr)
         return 2
     return 0
