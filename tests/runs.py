@@ -28,7 +28,7 @@ def write_text(folder: Path) -> Path:
     return path
 
 
-def recipe(folder: Path, mixer: str = "attention", **changes: Any) -> Recipe:
+def recipe(folder: Path, mixer: str = "path_fox", **changes: Any) -> Recipe:
     """A recipe of seconds, on text in `folder`."""
     data = DataOptions(files=[str(write_text(folder))], vocab_size=300, cache=str(folder / "cache"))
     model = {"mixers": [mixer], "hidden_size": 32, "num_hidden_layers": 2, "num_heads": 2}

@@ -1,10 +1,14 @@
 import json
+import re
+import shlex
 import shutil
+from pathlib import Path
 
 import pytest
 
+from seqmix import cli
 from seqmix.cli import main
-from seqmix.recipe import save_recipe
+from seqmix.recipe import load_recipe, save_recipe
 from seqmix.run import read_log
 from tests import runs
 
@@ -46,6 +50,24 @@ def test_help_names_every_command_and_the_keys_of_a_recipe(capsys):
             main(words)
         out = capsys.readouterr().out
         assert all(word in out for word in expected)
+
+
+README = (Path(__file__).parents[1] / "README.md").read_text()
+SHOWN = [
+    shlex.split(line, comments=True) for line in re.findall(r"^    seqmix (.*)$", README, re.M)
+]
+
+
+def test_the_readme_shows_every_command_but_the_quickstart_of_make():
+    assert {words[0] for words in SHOWN} >= {*COMMANDS} - {"quickstart"}
+
+
+@pytest.mark.parametrize("words", SHOWN, ids=" ".join)
+def test_the_commands_of_the_readme_are_understood(words):
+    arguments, rest = cli._parser().parse_known_args(words)
+    assert not rest or arguments.takes_overrides
+    if arguments.takes_overrides:
+        load_recipe("tiny", rest)
 
 
 def test_train_takes_options_over_the_recipe(folder):
@@ -108,10 +130,10 @@ def test_doctor_says_what_runs_here(tmp_path, capsys):
         (["train"], "the following arguments are required: recipe"),
         (["evaluate", "./none"], "no folder ./none"),
         (["evaluate", "RUN", "--tasks", "ruler"], "unknown task 'ruler'; known are perplexity"),
-        (["evaluate", "RUN", "--text", "none.txt"], "no text file at 'none.txt'"),
+        (["evaluate", "RUN", "--files", "none.txt"], "no text file at 'none.txt'"),
         (["evaluate", "RUN", "--window", "0"], "need 1 <= stride <= window"),
         (["evaluate", "RUN", "--windo", "3"], "unknown argument '--windo'"),
-        (["evaluate", "CACHE"], "has no recipe.yaml: name the text with --text"),
+        (["evaluate", "CACHE"], "has no recipe.yaml: name the text with --files"),
         (["generate", "./none"], "no folder ./none"),
         (["generate", "FOLDER"], "cannot read the model"),
         (["bench", "moth"], "unknown operation 'moth'; known are attention"),

@@ -38,7 +38,7 @@ def test_links_and_paths_lead_somewhere(page):
 
 
 def test_the_errors_of_sweeps_are_as_printed():
-    """docs/mixers/lattice.md: error of outputs after n sweeps over chunks of C, within a factor 3."""
+    """docs/mixers/lattice.md: errors of outputs after sweeps over chunks, within a factor 3."""
     torch.manual_seed(0)
     B, T, H, S = 1, 256, 4, 64
     q, k = (normalize(torch.randn(B, T, H, S).double(), dim=-1) for _ in range(2))

@@ -37,6 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.traceback:
             raise
         message = " ".join(str(error).split()) or type(error).__name__
+        message = message.removeprefix(f"{arguments.command}: ")
         print(f"seqmix {arguments.command}: {message}", file=sys.stderr)
         return 2
     return 0
@@ -87,7 +88,7 @@ def _parser() -> _Parser:
     sub = command(_evaluate, "evaluate a model on text")
     sub.add_argument("model", help="model folder, or ORG/NAME on the hub")
     sub.add_argument("--tasks", nargs="+", default=["perplexity"], help="what to evaluate")
-    sub.add_argument("--text", nargs="+", help="files to read (default: what its recipe held out)")
+    sub.add_argument("--files", nargs="+", help="files to read (default: what its recipe held out)")
     sub.add_argument("--window", type=int, default=1024, help="input tokens at once")
     sub.add_argument("--stride", type=int, help="tokens between windows (default: --window)")
     sub.add_argument("--batch-size", type=int, default=8, help="windows at once")
@@ -108,6 +109,7 @@ def _parser() -> _Parser:
         sub.add_argument(f"--{name}", type=int, default=default)
     sub.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
     sub.add_argument("--device", help="cpu or cuda (default: a GPU if there is one)")
+    sub.add_argument("--threads", type=int, help="processor threads (default: all cores)")
     sub.add_argument("--impl", choices=["reference", "torch", "triton"])
     sub.add_argument("--out", help="JSON file to write")
 
@@ -175,11 +177,11 @@ def _evaluate(arguments: argparse.Namespace, _: list[str]) -> None:
 
     locate(arguments.model)
     recipe = Path(arguments.model) / RECIPE
-    if not arguments.text and not recipe.is_file():
-        raise ValueError(f"{arguments.model} has no {RECIPE}: name the text with --text FILE ...")
+    if not arguments.files and not recipe.is_file():
+        raise ValueError(f"{arguments.model} has no {RECIPE}: name the text with --files FILE ...")
     model, tokenizer = load_model(arguments.model)
-    if arguments.text:
-        documents = list(read_documents(DataOptions(files=arguments.text)))
+    if arguments.files:
+        documents = list(read_documents(DataOptions(files=arguments.files)))
     else:
         documents = held_out_documents(load_recipe(recipe).data)
     options = {name: getattr(arguments, name) for name in ("window", "stride", "batch_size")}
@@ -189,7 +191,7 @@ def _evaluate(arguments: argparse.Namespace, _: list[str]) -> None:
     _print_table([{"perplexity": name, "value": value} for name, value in scores.items()])
     default = Path(arguments.model) / "evaluation.json" if Path(arguments.model).is_dir() else None
     if out := arguments.out or default:
-        facts = {"model": arguments.model, "text": arguments.text or "held out by its recipe"}
+        facts = {"model": arguments.model, "text": arguments.files or "held out by its recipe"}
         facts["processes"] = processes().num_processes
         write_json(out, {**facts, "perplexity": scores, **provenance()})
 
@@ -203,9 +205,13 @@ def _generate(arguments: argparse.Namespace, _: list[str]) -> None:
 
 
 def _bench(arguments: argparse.Namespace, _: list[str]) -> None:
+    import torch
+
     from seqmix.bench.ops import Shape, measure
 
-    device = arguments.device or _device()
+    if arguments.threads:
+        torch.set_num_threads(arguments.threads)
+    device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
     names = ("batch", "length", "heads", "size", "dtype")
     shape = Shape(**{name: getattr(arguments, name) for name in names}, device=device)
     results = measure(arguments.operations, shape, arguments.impl)
@@ -287,12 +293,6 @@ def _quiet() -> None:
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-
-
-def _device() -> str:
-    import torch
-
-    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 if __name__ == "__main__":

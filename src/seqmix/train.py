@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from accelerate import PartialState
+from rich.progress import Progress
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import SequentialSampler
 from transformers import (
@@ -62,33 +63,14 @@ def train(
     is_main = arguments.process_index == 0
     if is_main:
         check_folder(recipe, out, resume, overwrite)
-    rows = recipe.steps * recipe.batch_size
-    if recipe.initial_model and not recipe.data.tokenizer:
-        recipe.data.tokenizer = recipe.initial_model
-    data = prepare(recipe.data, needed_tokens=rows * recipe.sequence_length)
-    train_rows = PackedRows(data.train, recipe.sequence_length, recipe.seed, rows)
-    held_out_rows = PackedRows(data.held_out, recipe.sequence_length)
-    held_out_rows.length = min(held_out_rows.rows, recipe.evaluate_rows)
-
-    set_seed(recipe.seed)
-    model = build_model(recipe, data.tokenizer)
+    bar = progress("loss", shown=is_main)
+    trainer = _trainer(recipe, out, arguments, bar)
     if is_main:  # only now, when all that a recipe can get wrong has been tried
         open_folder(recipe, out, overwrite)
     PartialState().wait_for_everyone()
     checkpoint = latest_checkpoint(out)
     started = time.perf_counter()
-    with progress("loss", shown=is_main) as bar:
-        trainer = RecipeTrainer(
-            recipe,
-            model=model,
-            args=arguments,
-            train_dataset=train_rows,
-            eval_dataset=held_out_rows,
-            data_collator=pack,
-            processing_class=data.tokenizer,
-            callbacks=[Checkpoints(recipe), Log(recipe, out / LOG), Bar(recipe, bar)],
-        )
-        trainer.remove_callback(PrinterCallback)
+    with bar:
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     seconds = time.perf_counter() - started
 
@@ -98,9 +80,9 @@ def train(
     _save_model(trainer, out)
     results = {
         "name": recipe.name,
-        "parameters": model.num_parameters(),
+        "parameters": trainer.model.num_parameters(),
         "steps": recipe.steps,
-        "tokens": rows * recipe.sequence_length,
+        "tokens": recipe.steps * recipe.batch_size * recipe.sequence_length,
         "seconds": round(seconds, 1),
         "processes": arguments.world_size,
         "held_out_loss": held_out_loss,
@@ -216,6 +198,33 @@ class RecipeTrainer(Trainer):
             self.args, self.state, self.control, metrics
         )
         return metrics
+
+
+def _trainer(
+    recipe: Recipe, out: Path, arguments: TrainingArguments, bar: Progress
+) -> RecipeTrainer:
+    if recipe.initial_model and not recipe.data.tokenizer:
+        recipe.data.tokenizer = recipe.initial_model
+    length, rows = recipe.sequence_length, recipe.steps * recipe.batch_size
+    data = prepare(recipe.data, needed_tokens=rows * length)
+    held_out = PackedRows(data.held_out, length)
+    held_out.length = min(held_out.rows, recipe.evaluate_rows)
+    set_seed(recipe.seed)
+    try:
+        trainer = RecipeTrainer(
+            recipe,
+            model=build_model(recipe, data.tokenizer),
+            args=arguments,
+            train_dataset=PackedRows(data.train, length, recipe.seed, rows),
+            eval_dataset=held_out,
+            data_collator=pack,
+            processing_class=data.tokenizer,
+            callbacks=[Checkpoints(recipe), Log(recipe, out / LOG), Bar(recipe, bar)],
+        )
+    except RuntimeError as error:  # a logger of `report_to` that is not installed
+        raise ValueError(f"train: {error}") from error
+    trainer.remove_callback(PrinterCallback)
+    return trainer
 
 
 def _arguments(recipe: Recipe, out: Path) -> TrainingArguments:

@@ -126,7 +126,7 @@ def test_two_and_three_processes_give_the_bits_of_one(trained, tmp_path):
         "1",
     ]
     launch += ["--mixed_precision", "no", "--dynamo_backend", "no", "-m", "seqmix.cli"]
-    words = ["evaluate", str(trained / "run"), "--text", str(trained / "text.jsonl")]
+    words = ["evaluate", str(trained / "run"), "--files", str(trained / "text.jsonl")]
     words += ["--window", "16", "--batch-size", "5", "--out", str(tmp_path / "scores.json")]
     figures = []
     for processes in (1, 2, 3):

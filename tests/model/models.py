@@ -27,6 +27,7 @@ CROPPABLE = ("rope", "nope", "alibi", "fox")
 def config(name: str, **changes) -> SeqmixConfig:
     mixers, options = MODELS[name]
     sizes = {
+        "mixers": mixers,
         "mixer_options": options,
         "vocab_size": VOCABULARY,
         "hidden_size": 32,
@@ -38,7 +39,7 @@ def config(name: str, **changes) -> SeqmixConfig:
         "eos_token_id": 2,
         "pad_token_id": 0,
     }
-    return SeqmixConfig(mixers=mixers, **(sizes | changes))
+    return SeqmixConfig(**(sizes | changes))
 
 
 def model(name: str, **changes) -> SeqmixForCausalLM:

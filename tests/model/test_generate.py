@@ -2,10 +2,9 @@
 
 import pytest
 import torch
-from transformers import GenerationConfig
 
 from seqmix.model import CACHE_NAME, SeqmixCache
-from tests.model.models import MODELS, model, tokens
+from tests.model.models import CROPPABLE, MODELS, model, tokens
 
 GREEDY = {
     "do_sample": False,
@@ -104,24 +103,31 @@ def test_generation_reads_only_the_last_logits():
     assert shapes == [(2, 1, 31)] * 2
 
 
-@pytest.mark.parametrize("name", ["path", "palimpsa_d", "lattice_1", "hybrid"])
+@pytest.mark.parametrize("name", ["palimpsa_d", "lattice_1", "hybrid"])
 def test_assisted_decoding_is_refused_where_tokens_cannot_be_taken_back(name):
     made = model(name)
     with pytest.raises(ValueError, match="assisted generation is not supported with stateful"):
         made.generate(tokens(1, 5), prompt_lookup_num_tokens=3, **GREEDY)
 
 
-@pytest.mark.parametrize("name", ["rope", "fox", "alibi"])
+@pytest.mark.parametrize("name", [*CROPPABLE, "path", "path_fox"])
 def test_assisted_decoding_is_exact_where_it_is_allowed(name):
-    made, prompt = model(name), tokens(1, 4).repeat(1, 4)
-    expected = made.generate(prompt, **GREEDY)
-    looked_up = made.generate(prompt, prompt_lookup_num_tokens=3, **GREEDY)
+    made, prompt = model(name), tokens(1, 4).repeat(1, 20)
+    rules = GREEDY | {"max_new_tokens": 80}
+    expected = made.generate(prompt, **rules)
+    looked_up = made.generate(prompt, prompt_lookup_num_tokens=3, **rules)
     assert looked_up.tolist() == expected.tolist()
-    helper = model(name)
-    helper.generation_config = GenerationConfig(
-        num_assistant_tokens=4, pad_token_id=0, suppress_tokens=[0, 2]
-    )
-    assert made.generate(prompt, assistant_model=helper, **GREEDY).tolist() == expected.tolist()
+    helper = model("fox")
+    helper.generation_config.num_assistant_tokens = 4
+    drafted = made.generate(prompt, assistant_model=helper, **rules)
+    assert drafted.tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("name", ["path", "palimpsa_d", "lattice_4"])
+def test_only_keys_and_values_draft(name):
+    made, helper = model("rope"), model(name)
+    with pytest.raises(ValueError, match="only attention and fox layers can draft"):
+        made.generate(tokens(1, 5), assistant_model=helper, **GREEDY)
 
 
 def test_another_cache_implementation_is_refused():

@@ -136,12 +136,9 @@ print(type(AutoModelForCausalLM.from_pretrained(folder)).__name__)
     ("before", "after"),
     [
         ("", ""),
-        ("", "from transformers import AutoConfig"),
         ("", "from transformers import AutoTokenizer, Trainer"),
-        ("", "from transformers import PreTrainedModel"),
-        ("from transformers import AutoConfig", ""),
+        ("import seqmix.ops", "from transformers import PreTrainedModel"),
         ("from transformers import AutoModelForCausalLM", ""),
-        ("import seqmix.ops", ""),
         ("from seqmix.model import SeqmixForCausalLM", ""),
     ],
 )

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch.utils.data import Dataset
 from transformers import Trainer, TrainingArguments
 
@@ -162,10 +163,18 @@ def test_the_trainer_trains_evaluates_and_saves(checkpointed, tmp_path):
 
 
 @pytest.mark.filterwarnings(OLD_NAMES)
-def test_low_rank_adapters_train_generate_and_merge():
-    from peft import LoraConfig, get_peft_model
-
-    made, ids = model("hybrid"), tokens(2, 10)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("path_fox", marks=pytest.mark.xfail(reason="gates read their weights alone")),
+        "palimpsa_d",
+        "palimpsa_m",
+        "lattice_4",
+        "fox",
+    ],
+)
+def test_low_rank_adapters_train_generate_and_merge(name):
+    made, ids = model(name), tokens(2, 10)
     before = made(ids).logits
     adapted = get_peft_model(made, LoraConfig(target_modules="all-linear", r=2))
     torch.testing.assert_close(adapted(ids).logits, before)
@@ -173,12 +182,11 @@ def test_low_rank_adapters_train_generate_and_merge():
     optimizer = torch.optim.SGD((p for p in adapted.parameters() if p.requires_grad), 0.1)
     adapted.train()
     for _ in range(2):
-        adapted(input_ids=ids, labels=ids).loss.backward()
-        optimizer.step()
-        assert all(
-            p.grad is not None for name, p in adapted.named_parameters() if p.requires_grad
-        ), name
         optimizer.zero_grad()
+        adapted(input_ids=ids, labels=ids).loss.backward()
+        missed = [n for n, p in adapted.named_parameters() if p.requires_grad and p.grad is None]
+        assert not missed
+        optimizer.step()
     adapted.eval()
     logits = adapted(ids).logits
     assert distance(logits, before) > 1e-3
@@ -188,22 +196,24 @@ def test_low_rank_adapters_train_generate_and_merge():
     torch.testing.assert_close(adapted.merge_and_unload()(ids).logits, logits)
 
 
-@pytest.mark.parametrize("name", ["path_fox", "palimpsa_d", "palimpsa_m", "lattice_4", "rope"])
-def test_one_graph_serves_three_lengths(name):
-    made = model(name)
+@pytest.mark.slow
+def test_one_graph_serves_three_lengths():
+    mixers = ["path_fox", "palimpsa_m", "palimpsa_d", "lattice", "attention"]
+    made = model("lattice_4", mixers=mixers, num_hidden_layers=5)
+    torch.compiler.reset()
     compiled = torch.compile(made, fullgraph=True, backend="aot_eager")
     for length in (16, 21, 40):
         ids = tokens(2, length)
-        inputs = {"input_ids": ids, "labels": ids, "use_cache": False}
+        inputs = {"input_ids": ids, "labels": ids, "use_cache": False, "return_logits": True}
         expected, got = (gradients(run, **inputs) for run in (made, compiled))
         for (key, gradient), (_, other) in zip(got.items(), expected.items(), strict=True):
             assert distance(gradient, other) < 1e-5, key
-        assert distance(compiled(ids, use_cache=False).logits, made(ids).logits) < 1e-5
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_inductor_compiles_the_model():
-    made, ids = model("hybrid"), tokens(2, 21)
+def test_the_compiler_changes_no_number():
+    made, ids = model("path_fox", num_hidden_layers=1), tokens(2, 21)
+    torch.compiler.reset()
     compiled = torch.compile(made, fullgraph=True)
     assert distance(compiled(ids, use_cache=False).logits, made(ids).logits) < 1e-5

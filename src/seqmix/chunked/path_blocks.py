@@ -217,7 +217,5 @@ def gate(log_forget: Tensor) -> Gates:
 
 def gate_backward(grad: Gates) -> Tensor:
     """The gradient of log_forget: every sum hands its own to each of its terms."""
-    between = grad.between.clone()
-    between[..., -1, :] += grad.tail
-    crossing = between.flip(-2).cumsum(-2).flip(-2).tril(-1)  # pairs j < s <= i, in row s
-    return crossing.sum(-1) + grad.head.flip(-1).cumsum(-1).flip(-1)
+    crossing = grad.between.cumsum(-1).tril_(-1).sum(-2) + grad.tail.cumsum(-1)  # from j to s > j
+    return pad(crossing[..., :-1], (1, 0)) + grad.head.flip(-1).cumsum(-1).flip(-1)

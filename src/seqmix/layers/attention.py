@@ -75,6 +75,10 @@ class Attention(nn.Module):
         self.num_heads, self.groups, self.head_dim = head_sizes(
             "attention", hidden_size, num_heads, num_kv_heads, head_dim
         )
+        if position == "rope" and self.head_dim % 2:
+            raise ValueError(
+                f"attention: head_dim must be even with position 'rope', got {self.head_dim}"
+            )
         self.hidden_size, self.position, self.impl = hidden_size, position, impl
         self.rope_theta, self.forget_bias = rope_theta, forget_bias
         inner, outer = self.groups * self.head_dim, self.num_heads * self.head_dim

@@ -51,7 +51,7 @@ class _Palimpsa(nn.Module):
         num_heads: int,
         key_dim: int,
         value_dim: int,
-        scale: float,
+        scale: float | None,
         *,
         metaplasticity: bool,
         beta_groups: int | None,
@@ -119,18 +119,17 @@ class _Palimpsa(nn.Module):
     ) -> tuple[Tensor, PalimpsaMemory | None]:
         """y [B, T, H, V] with its skip connection, and the state; tokens: x, q, k, v, s, dt."""
         x, q, k, v, s, dt = tokens
-        log_decay = -wide(self.A_log).exp() * dt
-        arguments = [q, k, (s[..., None] * v).to(q.dtype), log_decay]
-        options = {"cu_seqlens": cu_seqlens, "return_state": return_state, "impl": self.impl}
+        w, log_decay = (s[..., None] * v).to(q.dtype), -wide(self.A_log).exp() * dt
+        options = {"scale": self.scale, "cu_seqlens": cu_seqlens, "return_state": return_state}
+        options["impl"] = self.impl
         if self.beta_proj is None:
-            scale, start = self.scale / self.prior, state and state.content
-            y, last = gated_linear_attention(*arguments, scale=scale, state=start, **options)
-            last = (last, None)
+            start = state and state.content
+            y, last = gated_linear_attention(q, k, w, log_decay, state=start, **options)
+            y, last = y / self.prior, (last, None)
         else:
             prior = self.prior if self.log_prior is None else wide(self.log_prior).exp()
-            start = state and (state.content, state.excess)
-            arguments.insert(3, self._beta(x, s))
-            y, last = palimpsa(*arguments, prior, scale=self.scale, state=start, **options)
+            start, beta = state and (state.content, state.excess), self._beta(x, s)
+            y, last = palimpsa(q, k, w, beta, log_decay, prior, state=start, **options)
         y = (y + wide(self.D)[:, None] * v).to(q.dtype)
         if not return_state:
             return y, None
@@ -186,7 +185,7 @@ class PalimpsaD(_Palimpsa):
             num_heads,
             key_dim,
             value_dim,
-            key_dim**-0.5,
+            None,  # K^-1/2
             metaplasticity=metaplasticity,
             beta_groups=beta_groups,
             prior=prior,

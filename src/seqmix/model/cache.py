@@ -14,6 +14,7 @@ from transformers.cache_utils import Cache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from seqmix.layers.attention import KeyValueState
+from seqmix.layers.path import PathState
 from seqmix.layers.state import State
 
 # What the installed transformers calls the cache: `cache` now, `past_key_values` earlier in 5.x.
@@ -138,8 +139,8 @@ class SeqmixCache(Cache):
 
     @property
     def is_croppable(self) -> bool:
-        """Whether any number of tokens can be taken back exactly: only from keys and values."""
-        return all(isinstance(state, KeyValueState) for state in self.states)
+        """Whether the tokens of the last call can be taken back (in PaTH, at most a window)."""
+        return all(isinstance(state, KeyValueState | PathState) for state in self.states)
 
     @property
     def is_sliding(self) -> list[bool]:

@@ -23,6 +23,7 @@ from transformers.utils.generic import can_return_tuple
 from seqmix.layers.attention import Attention
 from seqmix.layers.common import RMSNorm
 from seqmix.layers.mixers import build_mixer
+from seqmix.layers.path import PathAttention
 from seqmix.layers.state import State
 from seqmix.model.cache import CACHE_NAME, SeqmixCache
 from seqmix.model.config import SeqmixConfig
@@ -231,8 +232,8 @@ class SeqmixForCausalLM(SeqmixPreTrainedModel, GenerationMixin):
         super().__init__(config)
         self.model = SeqmixModel(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        # Assisted decoding takes tokens back, which only keys and values allow; refused otherwise.
-        self._is_stateful = not all(isinstance(b.mixer, Attention) for b in self.model.layers)
+        # Assisted decoding takes tokens of the last call back; the library refuses stateful models.
+        self._is_stateful = not self._are(Attention, PathAttention)
         self.post_init()
 
     @can_return_tuple
@@ -289,6 +290,9 @@ class SeqmixForCausalLM(SeqmixPreTrainedModel, GenerationMixin):
         rest = {name: getattr(outputs, name) for name in ("hidden_states", CACHE_NAME)}
         return CausalLMOutputWithPast(loss, logits, **rest)
 
+    def _are(self, *mixers: type[nn.Module]) -> bool:
+        return all(isinstance(block.mixer, mixers) for block in self.model.layers)
+
     def flops(self, length: int) -> int:
         """Forward FLOPs of one sequence of `length` tokens, the head's included."""
         return self.model.flops(length) + 2 * length * self.lm_head.weight.numel()
@@ -301,6 +305,11 @@ class SeqmixForCausalLM(SeqmixPreTrainedModel, GenerationMixin):
         self, generation_config: Any, model_kwargs: dict, *args: Any, **kwargs: Any
     ) -> Any:
         """Hand `generate()` our cache where it would make one of keys and values."""
+        if generation_config.is_assistant and not self._are(Attention):
+            raise ValueError(
+                "SeqmixForCausalLM: only attention and fox layers can draft for assisted decoding, "
+                "because drafts are taken back after several calls"
+            )
         if generation_config.use_cache is False or model_kwargs.get(CACHE_NAME) is not None:
             library: Any = super()
             library._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)

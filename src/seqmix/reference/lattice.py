@@ -54,7 +54,7 @@ def lattice(
     states = []
     for begin in range(0, q.shape[1], chunk_size):
         chunk = [x[:, begin : begin + chunk_size].unbind(1) for x in (k, v, gamma, mu)]
-        seen = [state] * len(chunk[0])
+        seen = after = [state] * len(chunk[0])
         for _ in range(sweeps):
             writes = [write(*token, objective, norm) for token in zip(seen, *chunk, strict=True)]
             after = run(state, writes, form)
