@@ -81,7 +81,7 @@ def path_forward_kernel(
         here = tl.load(gate + position)
 
     side = tl.arange(0, 64)
-    for back in tl.static_range(M // 64):
+    for back in tl.range(M // 64, num_stages=1):
         block = begin + position + M - 64 - back * 64
         token = block + side
         living = token < end

@@ -63,19 +63,19 @@ class Backward:
 def backward_tiles(padded: int, dtype: torch.dtype, device: torch.device) -> Backward:
     """The tiles of the backward kernels for heads padded to `padded` channels."""
     warps = 4 if padded <= 64 else 8
-    few, many = Tile(warps=warps, stages=1), Tile(warps=warps, stages=2, turned=True)
+    few = Tile(warps=warps, stages=1)
     if dtype == torch.float32:
         return Backward(few, replace(few, keys=32), few, few, few, few)
-    dq = replace(many, keys=64 if padded <= 128 else 32, stages=3)
-    pairs = replace(few, registers=168) if padded <= 64 else few
-    return Backward(few, dq, many, few, pairs, few)
+    dq = Tile(keys=64 if padded <= 128 else 32, warps=warps, stages=3, heads=16)
+    dkv = Tile(warps=4 if padded <= 128 else 8, stages=3, turned=True)
+    if padded <= 64:
+        return Backward(replace(few, registers=128), dq, dkv, few, replace(few, registers=168), few)
+    return Backward(Tile(warps=4, stages=1), dq, dkv, few, few, few)
 
 
 def prepare_tile(padded: int, dtype: torch.dtype) -> Tile:
     """The tile of the kernel that solves blocks."""
-    if padded > 64 or dtype == torch.float32:
-        return Tile(warps=8 if padded > 64 else 4, stages=1)
-    return Tile(warps=4, stages=1, registers=168)
+    return Tile(stages=1, registers=168 if padded <= 64 and dtype != torch.float32 else None)
 
 
 def sizes(longest: int) -> tuple[int, int, int]:
