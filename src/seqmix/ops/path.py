@@ -63,7 +63,7 @@ def path_attention(
     arguments.values("log_forget", log_forget, high=0.0)
     arguments.unit("w", w, dim=-1, or_zero=True)
     scale = arguments.scale(scale, q.shape[-1])
-    impl = choose("path_attention", impl, q)
+    impl = choose("path_attention", impl or _unserved(q, v, w), q)
     if impl == "reference":
         y, keys = _reference(q, k, v, w, beta, log_forget, scale, cu_seqlens)
     else:
@@ -222,13 +222,22 @@ def _backward_on_gpu(dy, q, k, v, w, beta, log_forget, y, lse, scale, cu_seqlens
     return [x.to(like.dtype) for x, like in zip(found, tensors, strict=True)]
 
 
+def _unserved(q: Tensor, v: Tensor, w: Tensor) -> str | None:
+    """What runs by default where the kernels do not serve the sizes; None where they do."""
+    return None if _has_kernels(q, v, w) else "torch"
+
+
+def _has_kernels(q: Tensor, v: Tensor, w: Tensor | None) -> bool:
+    """Whether the Triton kernels serve these arguments."""
+    return q.dtype != torch.float64 and max(q.shape[3], v.shape[3]) <= 128 and w is not None
+
+
 def _check_kernels(q: Tensor, v: Tensor, w: Tensor | None) -> None:
-    widest = max(q.shape[3], v.shape[3])
-    if q.dtype == torch.float64 or widest > 256 or w is None:
+    if not _has_kernels(q, v, w):
         raise NotImplementedError(
-            "path_attention: impl='triton' takes float32, bfloat16 or float16, head sizes up to "
-            f"256 and w, got {str(q.dtype).removeprefix('torch.')}, head size {widest} and "
-            f"{'no ' if w is None else ''}w; use impl='torch'"
+            "path_attention: impl='triton' takes float32, bfloat16 or float16 and head sizes up "
+            f"to 128, got {str(q.dtype).removeprefix('torch.')} and {max(q.shape[3], v.shape[3])}"
+            f"{'' if w is not None else ' without w'}; use impl='torch'"
         )
 
 

@@ -47,7 +47,7 @@ def path_keys_kernel(
         level = tl.where(top, 2, tl.where(half, 1, 0))
         slot = (tl.load(first + level * N + document) + position // size).to(tl.int64) * G + g
         x = tl.load(transitions + slot * P * P + whole)
-        kk = tl.dot(kk.to(dtype), x, kk, input_precision="ieee")
+        kk = tl.dot(kk.to(dtype), x, kk, input_precision="tf32x3")
         position += size
     tl.store(
         out + ((begin + lane) * G + g)[:, None] * K + channel[None, :],

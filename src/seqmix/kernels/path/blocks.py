@@ -68,13 +68,13 @@ def path_pairs_back_kernel(
         dd = tl.load(outer + line[:, None] * PV + value[None, :])
         top = tl.load(row_max + line)
         dl = tl.load(delta + line)
-        b = tl.where(causal, tl.dot(qh, tl.trans(ww), input_precision="ieee"), 0.0).to(dtype)
-        s = tl.dot(qh, tl.trans(kk), input_precision="ieee") - top[:, None]
-        s = tl.dot(b, ue, s, input_precision="ieee")
+        b = tl.where(causal, tl.dot(qh, tl.trans(ww), input_precision="tf32x3"), 0.0).to(dtype)
+        s = tl.dot(qh, tl.trans(kk), input_precision="tf32x3") - top[:, None]
+        s = tl.dot(b, ue, s, input_precision="tf32x3")
         if GATED:
             s -= tl.load(gates + line)[None, :]
         p = tl.where(causal, tl.exp2(s), 0.0)
-        ds = p * (tl.dot(dd, tl.trans(vv), input_precision="ieee") * gs - dl[:, None])
+        ds = p * (tl.dot(dd, tl.trans(vv), input_precision="tf32x3") * gs - dl[:, None])
         if GATED:
             own = tl.sum(ds, 1) - tl.sum(ds, 0)
             tl.store(dgates + line, tl.load(dgates + line) + own)
@@ -82,29 +82,29 @@ def path_pairs_back_kernel(
 
         out = dvalues + (g * tokens + token)[:, None] * PV + value[None, :]
         dvv = tl.load(out, mask=alive[:, None], other=0.0)
-        dvv = tl.dot(tl.trans(p.to(vtype)), dd, dvv, input_precision="ieee")
+        dvv = tl.dot(tl.trans(p.to(vtype)), dd, dvv, input_precision="tf32x3")
         tl.store(out, dvv, mask=alive[:, None] & (head < GROUP - 1))
         tl.store(dv + place * V + value[None, :], dvv.to(dv.dtype.element_ty),
                  mask=giving & (head == GROUP - 1))  # fmt: skip
         dkk = tl.load(wide + 3 * 64 * WIDTH, mask=more, other=0.0).to(tl.float32)
-        dkk = tl.dot(tl.trans(dsh), qh, dkk, input_precision="ieee")
+        dkk = tl.dot(tl.trans(dsh), qh, dkk, input_precision="tf32x3")
         tl.store(wide + 3 * 64 * WIDTH, dkk.to(itype))
         due = tl.load(square, mask=more, other=0.0).to(tl.float32)
-        tl.store(square, tl.dot(tl.trans(b), dsh, due, input_precision="ieee").to(itype))
+        tl.store(square, tl.dot(tl.trans(b), dsh, due, input_precision="tf32x3").to(itype))
 
         dqq = tl.load(dleft + line[:, None] * P + channel[None, :])
         dqh, factor = scaled(dqq, dtype)
         duw = tl.load(wide + 64 * WIDTH, mask=more, other=0.0).to(tl.float32)
-        duw += tl.dot(tl.trans(b), dqh, input_precision="ieee") * factor
+        duw += tl.dot(tl.trans(b), dqh, input_precision="tf32x3") * factor
         tl.store(wide + 64 * WIDTH, duw.to(itype))
-        db = tl.dot(dqh, tl.trans(uw), input_precision="ieee") * factor
-        db = tl.dot(dsh, tl.trans(ue), db, input_precision="ieee")
+        db = tl.dot(dqh, tl.trans(uw), input_precision="tf32x3") * factor
+        db = tl.dot(dsh, tl.trans(ue), db, input_precision="tf32x3")
         dbh, factor = scaled(tl.where(causal, db, 0.0), dtype)
         dww = tl.load(wide + 2 * 64 * WIDTH, mask=more, other=0.0).to(tl.float32)
-        dww += tl.dot(tl.trans(dbh), qh, input_precision="ieee") * factor
+        dww += tl.dot(tl.trans(dbh), qh, input_precision="tf32x3") * factor
         tl.store(wide + 2 * 64 * WIDTH, dww.to(itype))
-        dqq = tl.dot(dsh, kk, dqq, input_precision="ieee")
-        dqq += tl.dot(dbh, ww, input_precision="ieee") * factor
+        dqq = tl.dot(dsh, kk, dqq, input_precision="tf32x3")
+        dqq += tl.dot(dbh, ww, input_precision="tf32x3") * factor
         dqq *= scale * 0.6931471805599453 / gs
         tl.store(dq + (token * (G * GROUP) + h)[:, None] * K + channel[None, :],
                  dqq.to(dq.dtype.element_ty), mask=living)  # fmt: skip
@@ -151,43 +151,43 @@ def path_solve_back_kernel(
                   mask=inner & alive[:, None], other=0.0)  # fmt: skip
     dkh, factor = scaled(dkk, dtype)
     due = tl.load(part + side[None, :]).to(tl.float32)
-    due += tl.dot(ww, tl.trans(dkh), input_precision="ieee") * factor
+    due += tl.dot(ww, tl.trans(dkh), input_precision="tf32x3") * factor
     ue = tl.load(corner + square)
     dww = tl.load(wide + 2 * 64 * WIDTH).to(tl.float32)
-    dww += tl.dot(ue, dkh, input_precision="ieee") * factor
+    dww += tl.dot(ue, dkh, input_precision="tf32x3") * factor
     df = tl.load(dtransitions + slot * P * P + channel[:, None] * P + channel[None, :],
                  mask=inner, other=0.0)  # fmt: skip
     dfh, factor = scaled(df, dtype)
     uw = tl.load(solved + slot * 64 * P + side[:, None] * P + channel[None, :])
-    dww += tl.dot(uw, dfh, input_precision="ieee") * factor
+    dww += tl.dot(uw, dfh, input_precision="tf32x3") * factor
     duw = tl.load(wide + 64 * WIDTH).to(tl.float32)
-    duw += tl.dot(ww, tl.trans(dfh), input_precision="ieee") * factor
+    duw += tl.dot(ww, tl.trans(dfh), input_precision="tf32x3") * factor
     duwh, factor = scaled(duw, dtype)
     u = tl.load(inverse + square)
-    du = -tl.dot(duwh, tl.trans(ww), input_precision="ieee") * factor
-    dww -= tl.dot(tl.trans(u), duwh, input_precision="ieee") * factor
+    du = -tl.dot(duwh, tl.trans(ww), input_precision="tf32x3") * factor
+    dww -= tl.dot(tl.trans(u), duwh, input_precision="tf32x3") * factor
 
     kk = tl.load(k + place * K + channel[None, :], mask=living, other=0.0).to(dtype)
     dueh, factor = scaled(due, dtype)
-    e = tl.where(strict, tl.dot(ww, tl.trans(kk), input_precision="ieee"), 0.0).to(dtype)
-    du -= tl.dot(dueh, tl.trans(e), input_precision="ieee") * factor
-    de = tl.where(strict, -tl.dot(tl.trans(u), dueh, input_precision="ieee") * factor, 0.0)
+    e = tl.where(strict, tl.dot(ww, tl.trans(kk), input_precision="tf32x3"), 0.0).to(dtype)
+    du -= tl.dot(dueh, tl.trans(e), input_precision="tf32x3") * factor
+    de = tl.where(strict, -tl.dot(tl.trans(u), dueh, input_precision="tf32x3") * factor, 0.0)
     deh, factor = scaled(de, dtype)
-    dww += tl.dot(deh, kk, input_precision="ieee") * factor
+    dww += tl.dot(deh, kk, input_precision="tf32x3") * factor
     dkk += tl.load(wide + 3 * 64 * WIDTH).to(tl.float32)
-    dkk += tl.dot(tl.trans(deh), ww, input_precision="ieee") * factor
+    dkk += tl.dot(tl.trans(deh), ww, input_precision="tf32x3") * factor
     tl.store(dk + place * K + channel[None, :], (dkk * unit).to(dk.dtype.element_ty), mask=living)
 
     duh, factor = scaled(tl.where(causal, du, 0.0), dtype)
-    gram = tl.where(strict, tl.dot(ww, tl.trans(ww), input_precision="ieee"), 0.0).to(dtype)
+    gram = tl.where(strict, tl.dot(ww, tl.trans(ww), input_precision="tf32x3"), 0.0).to(dtype)
     one = tl.where(side[:, None] == side[None, :], 1.0, 0.0)
-    left = (one - tl.dot(u, gram, input_precision="ieee")).to(dtype)
-    right = one - tl.dot(gram, u, input_precision="ieee")
-    along = tl.dot(tl.trans(left), duh, input_precision="ieee") * factor
+    left = (one - tl.dot(u, gram, input_precision="tf32x3")).to(dtype)
+    right = one - tl.dot(gram, u, input_precision="tf32x3")
+    along = tl.dot(tl.trans(left), duh, input_precision="tf32x3") * factor
     along = tl.sum(along * right, 1) * unit
     tl.store(dbeta + token * G + g, along.to(dbeta.dtype.element_ty), mask=alive)
-    half, factor = scaled(tl.dot(tl.trans(u), duh, input_precision="ieee") * factor, dtype)
-    dgram = tl.where(strict, -tl.dot(half, tl.trans(u), input_precision="ieee") * factor, 0.0)
+    half, factor = scaled(tl.dot(tl.trans(u), duh, input_precision="tf32x3") * factor, dtype)
+    dgram = tl.where(strict, -tl.dot(half, tl.trans(u), input_precision="tf32x3") * factor, 0.0)
     dgramh, factor = scaled(dgram + tl.trans(dgram), dtype)
-    dww += tl.dot(dgramh, ww, input_precision="ieee") * factor
+    dww += tl.dot(dgramh, ww, input_precision="tf32x3") * factor
     tl.store(dw + place * K + channel[None, :], (dww * unit).to(dw.dtype.element_ty), mask=living)

@@ -113,7 +113,7 @@ def path_decode_far_kernel(
                      mask=real[:, None] & (channel < K)[None, :], other=0.0)  # fmt: skip
         vv = tl.load(values + token[:, None] * V + value[None, :],
                      mask=real[:, None] & (value < V)[None, :], other=0.0)  # fmt: skip
-        s = tl.dot(qh, tl.trans(kk), input_precision="ieee") + behind[:, None]
+        s = tl.dot(qh, tl.trans(kk), input_precision="tf32x3") + behind[:, None]
         if GATED:
             place = (n * F + j + lane)[None, :] * (G * R) + h[:, None]
             gate = tl.load(decay + place, mask=real[None, :], other=0.0).to(tl.float32)
@@ -124,7 +124,7 @@ def path_decode_far_kernel(
         fall = tl.exp2(top - new)
         weight = weight * fall + tl.sum(p, 1)
         acc = tl.dot(p.to(values.dtype.element_ty), vv, acc * fall[:, None],
-                     input_precision="ieee")  # fmt: skip
+                     input_precision="tf32x3")  # fmt: skip
         top = new
     out = here * SLOTS + 1 + tl.program_id(2)
     tl.store(high + out, top)

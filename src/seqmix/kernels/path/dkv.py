@@ -76,8 +76,8 @@ def path_dkv_kernel(
             c = tl.load(spans + slot * P * P + whole, mask=(whole >= 0) & behind, other=0.0)
             # No branches around products: they would serialise all of them.
             dkh, factor = scaled(dk, dtype)
-            dk += tl.dot(dkh, tl.trans(x), input_precision="ieee") * factor
-            kh = tl.dot(kh, c, kh.to(tl.float32), input_precision="ieee").to(dtype)
+            dk += tl.dot(dkh, tl.trans(x), input_precision="tf32x3") * factor
+            kh = tl.dot(kh, c, kh.to(tl.float32), input_precision="tf32x3").to(dtype)
             walked += 1
             left = sibling * size
             for head in range(group):
@@ -101,27 +101,27 @@ def path_dkv_kernel(
                     top = tl.load(row_max + rp + lane)
                     dl = tl.load(delta + rp + lane)
                     if TURNED:  # queries along rows: fewer registers, two passes through memory
-                        s = tl.dot(qq, tl.trans(kh), input_precision="ieee") - top[:, None]
+                        s = tl.dot(qq, tl.trans(kh), input_precision="tf32x3") - top[:, None]
                         if GATED:
                             s -= decay[None, :]
                         p = tl.exp2(s)
-                        dvv = tl.dot(tl.trans(p.to(vtype)), dd, dvv, input_precision="ieee")
-                        ds = tl.dot(dd, tl.trans(vv), input_precision="ieee")
+                        dvv = tl.dot(tl.trans(p.to(vtype)), dd, dvv, input_precision="tf32x3")
+                        ds = tl.dot(dd, tl.trans(vv), input_precision="tf32x3")
                         ds = p * (ds * gs - dl[:, None])
                         if GATED:
                             sums += tl.sum(ds, 0)
-                        dk = tl.dot(tl.trans(ds.to(dtype)), qq, dk, input_precision="ieee")
+                        dk = tl.dot(tl.trans(ds.to(dtype)), qq, dk, input_precision="tf32x3")
                     else:
-                        s = tl.dot(kh, tl.trans(qq), input_precision="ieee") - top[None, :]
+                        s = tl.dot(kh, tl.trans(qq), input_precision="tf32x3") - top[None, :]
                         if GATED:
                             s -= decay[:, None]
                         p = tl.exp2(s)
-                        dvv = tl.dot(p.to(vtype), dd, dvv, input_precision="ieee")
-                        ds = tl.dot(vv, tl.trans(dd), input_precision="ieee")
+                        dvv = tl.dot(p.to(vtype), dd, dvv, input_precision="tf32x3")
+                        ds = tl.dot(vv, tl.trans(dd), input_precision="tf32x3")
                         ds = p * (ds * gs - dl[None, :])
                         if GATED:
                             sums += tl.sum(ds, 1)
-                        dk = tl.dot(ds.to(dtype), qq, dk, input_precision="ieee")
+                        dk = tl.dot(ds.to(dtype), qq, dk, input_precision="tf32x3")
                 if GATED:
                     tl.store(dgates + own_line, tl.load(dgates + own_line) - sums)
         tl.store(

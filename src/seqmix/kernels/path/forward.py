@@ -30,7 +30,7 @@ def read(s, values, high, total, sums, dtype: tl.constexpr):
     p = tl.exp2(s - safe[:, None])
     decay = tl.exp2(high - safe)
     total = total * decay + tl.sum(p, 1)
-    sums = tl.dot(p.to(dtype), values, sums * decay[:, None], input_precision="ieee")
+    sums = tl.dot(p.to(dtype), values, sums * decay[:, None], input_precision="tf32x3")
     return top, total, sums
 
 
@@ -103,11 +103,11 @@ def path_forward_kernel(
         )
         causal = query[:, None] >= token[None, :]
         qh = qq.to(dtype)
-        b = tl.dot(qh, tl.trans(ww), input_precision="ieee")
+        b = tl.dot(qh, tl.trans(ww), input_precision="tf32x3")
         b = tl.where(causal, b, 0.0).to(dtype)
-        s = tl.dot(qh, tl.trans(kk), input_precision="ieee")
-        s = tl.dot(b, ue, s, input_precision="ieee")
-        qq = tl.dot(b, uw, qq, input_precision="ieee")
+        s = tl.dot(qh, tl.trans(kk), input_precision="tf32x3")
+        s = tl.dot(b, ue, s, input_precision="tf32x3")
+        qq = tl.dot(b, uw, qq, input_precision="tf32x3")
         if GATED:
             ages = here - tl.load(gate + token - begin, mask=living, other=0.0)
             s += (ages * 1.4426950408889634).to(tl.float32)[None, :]
@@ -132,14 +132,14 @@ def path_forward_kernel(
             vv = rows(vp, (j + lane) * (G * V), V, PV)
             if GATED:
                 closer = age - tl.load(gates + tl.multiple_of(position, 64) + j + lane)
-            s = tl.dot(qh, tl.trans(kk), input_precision="ieee")
+            s = tl.dot(qh, tl.trans(kk), input_precision="tf32x3")
             if GATED:
                 s += closer[None, :]
             high, total, sums = read(s, vv, high, total, sums, v.dtype.element_ty)
         if position > 0:
             slot = (tl.load(first + level * N + document) + position // size).to(tl.int64) * G + g
             x = tl.load(transitions + slot * P * P + channel[:, None] * P + channel[None, :])
-            qq = tl.dot(qh, tl.trans(x), qq, input_precision="ieee")
+            qq = tl.dot(qh, tl.trans(x), qq, input_precision="tf32x3")
 
     sums = sums / total[:, None]
     tl.store(

@@ -10,7 +10,7 @@ For a block of 64 tokens, with W the rows w_t and D = diag(beta):
 and for a segment made of r smaller ones: F = F_1 ... F_r, keys of piece j times F_{j+1} ... F_r.
 Segments that end a document are crossed by no query, so theirs are left unwritten.
 16-bit inputs: products of the solve are split in three (error 1e-6), everything is stored in
-float16. float32 inputs: float32 products, stored in float32.
+float16. float32 inputs: every product in three tf32 ones, everything is stored in float32.
 """
 
 from dataclasses import dataclass
@@ -53,9 +53,9 @@ def rows(pointer, offset, size: tl.constexpr, padded: tl.constexpr):
 
 @triton.jit
 def product(a, b, WIDE: tl.constexpr):
-    """a b of float32 matrices, exact to about 2^-22: three float16 products, or float32 ones."""
+    """a b of float32 matrices, exact to about 2^-21: three products in float16, or in tf32."""
     if WIDE:
-        return tl.dot(a, b, input_precision="ieee")
+        return tl.dot(a, b, input_precision="tf32x3")
     a_high = a.to(tl.float16)
     b_high = b.to(tl.float16)
     a_low = (a - a_high.to(tl.float32)).to(tl.float16)
@@ -117,15 +117,15 @@ def path_prepare_kernel(
 
     row = tl.arange(0, 64)[:, None]
     column = tl.arange(0, 64)[None, :]
-    gram = tl.dot(ww, tl.trans(ww), input_precision="ieee")
+    gram = tl.dot(ww, tl.trans(ww), input_precision="tf32x3")
     u = solve(tl.where(row > column, bb[:, None] * gram, 0.0), bb, WIDE)
     tl.debug_barrier()  # load again what need not occupy registers through the solve
     kk = tl.load(k + place, mask=mask, other=0.0).to(dtype)
     ww = tl.load(w + place, mask=mask, other=0.0).to(dtype)
-    e = tl.where(row > column, tl.dot(ww, tl.trans(kk), input_precision="ieee"), 0.0)
+    e = tl.where(row > column, tl.dot(ww, tl.trans(kk), input_precision="tf32x3"), 0.0)
     u_high = u.to(dtype)
-    ue = tl.dot(u_high, e.to(dtype), input_precision="ieee")
-    uw = tl.dot(u_high, ww, input_precision="ieee")
+    ue = tl.dot(u_high, e.to(dtype), input_precision="tf32x3")
+    uw = tl.dot(u_high, ww, input_precision="tf32x3")
     if not WIDE:
         uw = tl.dot((u - u_high.to(tl.float32)).to(dtype), ww, uw)
 
@@ -135,14 +135,14 @@ def path_prepare_kernel(
     if STORE_INVERSE:
         tl.store(inverse + square, u_high)
     tl.store(solved + slot * 64 * P + row * P + channel[None, :], (-uw).to(dtype))
-    moved = kk.to(tl.float32) - tl.dot(tl.trans(ue.to(dtype)), ww, input_precision="ieee")
+    moved = kk.to(tl.float32) - tl.dot(tl.trans(ue.to(dtype)), ww, input_precision="tf32x3")
     tl.store(
         keys + (g.to(tl.int64) * tokens + token)[:, None] * P + channel[None, :],
         moved.to(dtype),
         mask=alive[:, None],
     )
     uw_high = (-uw).to(dtype)
-    f = tl.dot(tl.trans(uw_high), ww, input_precision="ieee")
+    f = tl.dot(tl.trans(uw_high), ww, input_precision="tf32x3")
     if not WIDE:
         f = tl.dot(tl.trans((-uw - uw_high.to(tl.float32)).to(dtype)), ww, f)
     tl.store(transitions + slot * P * P + channel[:, None] * P + channel[None, :], f.to(dtype))
@@ -187,12 +187,12 @@ def path_move_kernel(
             token = begin + index * parent + j * child + t + lane
             kk = tl.load(source + token[:, None] * P + row[None, :])
             kc = tl.load(source + token[:, None] * P + column[None, :]).to(tl.float32)
-            kc = tl.dot(kk, yh, kc, input_precision="ieee")
+            kc = tl.dot(kk, yh, kc, input_precision="tf32x3")
             tl.store(target + token[:, None] * P + column[None, :], kc.to(dtype))
         x = transitions + ((below + j).to(tl.int64) * G + g) * P * P
         xx = tl.load(x + row[:, None] * P + row[None, :])
         xc = tl.load(x + row[:, None] * P + column[None, :]).to(tl.float32)
-        y = tl.dot(xx, yh, y + xc, input_precision="ieee")
+        y = tl.dot(xx, yh, y + xc, input_precision="tf32x3")
     slot = (tl.load(first + level * N + document) + index).to(tl.int64) * G + g
     tl.store(transitions + slot * P * P + row[:, None] * P + column[None, :], y.to(dtype))
 

@@ -62,9 +62,9 @@ def path_queries_kernel(
     ww = tl.load(w + (token * G + g)[:, None] * K + channel[None, :], mask=mask, other=0.0)
     slot = (base + position // 64).to(tl.int64) * G + g
     uw = tl.load(solved + slot * 64 * P + side[:, None] * P + channel[None, :])
-    b = tl.dot(qq.to(dtype), tl.trans(ww.to(dtype)), input_precision="ieee")
+    b = tl.dot(qq.to(dtype), tl.trans(ww.to(dtype)), input_precision="tf32x3")
     b = tl.where(side[:, None] >= side[None, :], b, 0.0)
-    qq = tl.dot(b.to(dtype), uw, qq, input_precision="ieee")
+    qq = tl.dot(b.to(dtype), uw, qq, input_precision="tf32x3")
     out = queries + line[:, None] * P + channel[None, :]
     tl.store(out, qq.to(dtype))
 
@@ -72,14 +72,14 @@ def path_queries_kernel(
     for _ in range(position % S1 // 64):
         position -= 64
         x = tl.load(transitions + ((base + position // 64).to(tl.int64) * G + g) * P * P + whole)
-        qq = tl.dot(qq.to(dtype), tl.trans(x), qq, input_precision="ieee")
+        qq = tl.dot(qq.to(dtype), tl.trans(x), qq, input_precision="tf32x3")
     line += tl.full((), 1, tl.int64) * H * lines
     tl.store(queries + line[:, None] * P + channel[None, :], qq.to(dtype))
     base = tl.load(first + N + document)
     for _ in range(position % S2 // S1):
         position -= S1
         x = tl.load(transitions + ((base + position // S1).to(tl.int64) * G + g) * P * P + whole)
-        qq = tl.dot(qq.to(dtype), tl.trans(x), qq, input_precision="ieee")
+        qq = tl.dot(qq.to(dtype), tl.trans(x), qq, input_precision="tf32x3")
     line += tl.full((), 1, tl.int64) * H * lines
     tl.store(queries + line[:, None] * P + channel[None, :], qq.to(dtype))
 
@@ -168,11 +168,11 @@ def path_dq_kernel(
             out = partial + part * P * P + whole
             old = tl.load(out, mask=(whole >= 0) & again, other=0.0)
             # No branches around products: they would serialise all of them.
-            qh = tl.dot(qh, tl.trans(c), qh.to(tl.float32), input_precision="ieee").to(dtype)
+            qh = tl.dot(qh, tl.trans(c), qh.to(tl.float32), input_precision="tf32x3").to(dtype)
             dqh, factor = scaled(dq, dtype)
-            crossed = tl.dot(tl.trans(dqh), qh, input_precision="ieee") * factor
+            crossed = tl.dot(tl.trans(dqh), qh, input_precision="tf32x3") * factor
             tl.store(out, crossed + old, mask=(whole >= 0) & cross)
-            dq += tl.dot(dqh, x, input_precision="ieee") * factor
+            dq += tl.dot(dqh, x, input_precision="tf32x3") * factor
             kp = keys + ((level * G + g) * tokens + begin + position) * P
             vp = v + ((begin + position) * G + g) * V
             if GATED:
@@ -185,14 +185,14 @@ def path_dq_kernel(
                 vv = rows(vp, (n + lane) * (G * V), V, PV)
                 if GATED:
                     near = tl.load(gates + tl.multiple_of(position, 64) + n + lane)
-                s = tl.dot(qh, tl.trans(kk), input_precision="ieee") - shifted[:, None]
+                s = tl.dot(qh, tl.trans(kk), input_precision="tf32x3") - shifted[:, None]
                 if GATED:
                     s -= near[None, :]
-                dp = tl.dot(dd, tl.trans(vv), input_precision="ieee")
+                dp = tl.dot(dd, tl.trans(vv), input_precision="tf32x3")
                 ds = tl.exp2(s) * (dp * gs - dl[:, None])
                 if GATED:
                     sums += tl.sum(ds, 1)
-                dq = tl.dot(ds.to(dtype), kk, dq, input_precision="ieee")
+                dq = tl.dot(ds.to(dtype), kk, dq, input_precision="tf32x3")
             position += size
 
         tl.store(dleft + line[:, None] * P + channel[None, :], dq)

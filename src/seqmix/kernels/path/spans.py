@@ -70,7 +70,7 @@ def path_spans_kernel(
             y.to(dtype),
             tl.load(x + whole),
             y + tl.load(x + part).to(tl.float32),
-            input_precision="ieee",
+            input_precision="tf32x3",
         )
         row = ((j + 1) * j // 2 + i) * G + g
         tl.store(target + row * P * P + part, y.to(dtype))
@@ -166,15 +166,15 @@ def path_move_back_kernel(
         r = tl.load(
             spans + (span + (j + 1) * G) * P * P + whole, mask=(whole >= 0) & (not last), other=0.0
         )
-        step = tl.dot(dh, tl.trans(r), input_precision="ieee") * factor
+        step = tl.dot(dh, tl.trans(r), input_precision="tf32x3") * factor
         tl.store(out, tl.load(out) + d + step)
         x = tl.load(transitions + (below + j * G) * P * P + whole)
-        d += tl.dot(tl.trans(x), dh, input_precision="ieee") * factor
+        d += tl.dot(tl.trans(x), dh, input_precision="tf32x3") * factor
         for t in range(j * child, (j + 1) * child, 64):
             dk = tl.load(dkeys + (high + t) * P + tile)
             kk = tl.load(keys + (low + t) * P + tile)
             dkh, factor = scaled(dk, dtype)
-            d += tl.dot(tl.trans(kk), dkh, input_precision="ieee") * factor
+            d += tl.dot(tl.trans(kk), dkh, input_precision="tf32x3") * factor
 
 
 def make_spans(
