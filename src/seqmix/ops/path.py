@@ -228,16 +228,18 @@ def _unserved(q: Tensor, v: Tensor, w: Tensor) -> str | None:
 
 
 def _has_kernels(q: Tensor, v: Tensor, w: Tensor | None) -> bool:
-    """Whether the Triton kernels serve these arguments."""
-    return q.dtype != torch.float64 and max(q.shape[3], v.shape[3]) <= 128 and w is not None
+    """Whether the Triton kernels serve these arguments: what fits into shared memory."""
+    largest = {torch.float32: 64, torch.bfloat16: 128, torch.float16: 128}.get(q.dtype, 0)
+    return max(q.shape[3], v.shape[3]) <= largest and w is not None
 
 
 def _check_kernels(q: Tensor, v: Tensor, w: Tensor | None) -> None:
     if not _has_kernels(q, v, w):
         raise NotImplementedError(
-            "path_attention: impl='triton' takes float32, bfloat16 or float16 and head sizes up "
-            f"to 128, got {str(q.dtype).removeprefix('torch.')} and {max(q.shape[3], v.shape[3])}"
-            f"{'' if w is not None else ' without w'}; use impl='torch'"
+            "path_attention: impl='triton' takes bfloat16 or float16 with head sizes up to 128, or "
+            f"float32 up to 64, got {str(q.dtype).removeprefix('torch.')} and "
+            f"{max(q.shape[3], v.shape[3])}{'' if w is not None else ' without w'}; "
+            "use impl='torch'"
         )
 
 

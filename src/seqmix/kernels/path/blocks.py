@@ -38,6 +38,7 @@ def path_pairs_back_kernel(
     vtype: tl.constexpr = v.dtype.element_ty
     itype: tl.constexpr = dinner.dtype.element_ty
     WIDTH: tl.constexpr = P if P > 64 else 64
+    WIDE: tl.constexpr = dtype == tl.float32
     side = tl.arange(0, 64)
     channel = tl.arange(0, P)
     value = tl.arange(0, PV)
@@ -68,12 +69,21 @@ def path_pairs_back_kernel(
         dd = tl.load(outer + line[:, None] * PV + value[None, :])
         top = tl.load(row_max + line)
         dl = tl.load(delta + line)
+        if WIDE:
+            tl.debug_barrier()
+            kk = tl.load(k + place * K + channel[None, :], mask=living, other=0.0)
+            ww = tl.load(w + place * K + channel[None, :], mask=living, other=0.0)
+            ue = tl.load(corner + slot * 4096 + side[:, None] * 64 + side[None, :])
         b = tl.where(causal, tl.dot(qh, tl.trans(ww), input_precision="tf32x3"), 0.0).to(dtype)
         s = tl.dot(qh, tl.trans(kk), input_precision="tf32x3") - top[:, None]
         s = tl.dot(b, ue, s, input_precision="tf32x3")
         if GATED:
             s -= tl.load(gates + line)[None, :]
         p = tl.where(causal, tl.exp2(s), 0.0)
+        if WIDE:  # operands of float32 are large: none stays in shared memory for long
+            tl.debug_barrier()
+            vv = tl.load(v + place * V + value[None, :], mask=giving, other=0.0)
+            dd = tl.load(outer + line[:, None] * PV + value[None, :])
         ds = p * (tl.dot(dd, tl.trans(vv), input_precision="tf32x3") * gs - dl[:, None])
         if GATED:
             own = tl.sum(ds, 1) - tl.sum(ds, 0)
@@ -97,12 +107,20 @@ def path_pairs_back_kernel(
         duw = tl.load(wide + 64 * WIDTH, mask=more, other=0.0).to(tl.float32)
         duw += tl.dot(tl.trans(b), dqh, input_precision="tf32x3") * factor
         tl.store(wide + 64 * WIDTH, duw.to(itype))
+        if WIDE:
+            tl.debug_barrier()
+            uw = tl.load(solved + slot * 64 * P + side[:, None] * P + channel[None, :])
+            ue = tl.load(corner + slot * 4096 + side[:, None] * 64 + side[None, :])
         db = tl.dot(dqh, tl.trans(uw), input_precision="tf32x3") * factor
         db = tl.dot(dsh, tl.trans(ue), db, input_precision="tf32x3")
         dbh, factor = scaled(tl.where(causal, db, 0.0), dtype)
         dww = tl.load(wide + 2 * 64 * WIDTH, mask=more, other=0.0).to(tl.float32)
         dww += tl.dot(tl.trans(dbh), qh, input_precision="tf32x3") * factor
         tl.store(wide + 2 * 64 * WIDTH, dww.to(itype))
+        if WIDE:
+            tl.debug_barrier()
+            kk = tl.load(k + place * K + channel[None, :], mask=living, other=0.0)
+            ww = tl.load(w + place * K + channel[None, :], mask=living, other=0.0)
         dqq = tl.dot(dsh, kk, dqq, input_precision="tf32x3")
         dqq += tl.dot(dbh, ww, input_precision="tf32x3") * factor
         dqq *= scale * 0.6931471805599453 / gs
