@@ -38,12 +38,14 @@ def choose(operation: str, impl: str | None, first: Tensor) -> str:
     return impl
 
 
+@torch.compiler.assume_constant_result
 def _interpreted() -> bool:
     from triton import knobs
 
     return knobs.runtime.interpret
 
 
+@torch.compiler.assume_constant_result
 def has_kernels(operation: str) -> bool:
     """Whether this installation has Triton and kernels of the operation."""
     return operation in KERNELS and find_spec("triton") is not None

@@ -12,6 +12,7 @@ from seqmix.kernels.path.aligned import aligned_keys
 from seqmix.kernels.path.backward import backward
 from seqmix.kernels.path.forward import forward
 from seqmix.kernels.path.tiles import sizes
+from seqmix.ops import path_attention as path_attention_op
 from seqmix.reference.path import path_attention
 from tests.kernels.path.cases import DEVICE, NAMES, arguments, definition, error
 
@@ -90,6 +91,18 @@ def test_keys_are_aligned_to_the_last_token_of_their_document(offsets):
         part = [None if x is None else x[:, a:b].double() for x in tokens]
         if a < b:
             assert error(got[:, a:b], path_attention(*part, scale=1.0)[1]) < 1e-5
+
+
+def test_one_graph_holds_the_whole_call():
+    function = torch.compile(path_attention_op, fullgraph=True, backend="aot_eager")
+    for T in (33, 70):
+        tokens = [x.requires_grad_() for x in arguments(1, T, 1, 1, 16, 16)]
+        got = function(*tokens, impl="triton").y
+        wanted = path_attention_op(*tokens, impl="triton").y
+        torch.testing.assert_close(got, wanted)
+        pairs = zip(*(torch.autograd.grad(y.sum(), tokens) for y in (got, wanted)), strict=True)
+        for a, b in pairs:
+            torch.testing.assert_close(a, b)
 
 
 def test_levels_divide_each_other_and_bound_their_tables():

@@ -80,7 +80,7 @@ def prepare_tile(padded: int, dtype: torch.dtype) -> Tile:
 
 def sizes(longest: int) -> tuple[int, int, int]:
     """Tokens of the three segment levels for documents of at most `longest` tokens."""
-    top = 1024
+    top = 1024 if longest <= 4096 else 2048
     while top * LONGEST_TABLE < longest:
         top *= 2
     middle = 256
