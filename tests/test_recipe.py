@@ -3,6 +3,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+import torch
 
 from seqmix.recipe import Recipe, describe, load_recipe, save_recipe
 from tests import runs
