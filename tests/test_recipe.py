@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from seqmix.model import SeqmixConfig, SeqmixForCausalLM
 from seqmix.recipe import Recipe, describe, load_recipe, save_recipe
 from tests import runs
 

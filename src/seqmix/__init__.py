@@ -26,7 +26,7 @@ AUTO_CONFIG, OURS = "transformers.models.auto.configuration_auto", "seqmix.model
 
 
 class _AfterAutoConfig(MetaPathFinder):
-    """Imports our configuration, which registers itself, right after AutoConfig's module has run."""
+    """Imports our configuration, which registers itself, right after the module of AutoConfig."""
 
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
         spec = PathFinder.find_spec(fullname, path, target) if fullname == AUTO_CONFIG else None
