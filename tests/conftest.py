@@ -1,5 +1,8 @@
 """Shape annotations are checked at every call, in tests only (operations check themselves)."""
 
+import sys
+from collections.abc import Iterator
+
 import pytest
 import torch
 from jaxtyping import install_import_hook
@@ -19,5 +22,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(autouse=True)
-def seed() -> None:
+def fresh() -> Iterator[None]:
+    """Each test starts from the same seed, and leaves no compiled code behind."""
     torch.manual_seed(0)
+    yield
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.reset()

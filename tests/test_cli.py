@@ -8,6 +8,7 @@ import pytest
 
 from seqmix import cli
 from seqmix.cli import main
+from seqmix.quickstart import PROMPT, RECIPES
 from seqmix.recipe import load_recipe, save_recipe
 from seqmix.run import read_log
 from tests import runs
@@ -73,6 +74,23 @@ def test_the_commands_of_the_readme_are_understood(words):
 def test_train_takes_options_over_the_recipe(folder):
     assert read_log(folder / "run")[-1]["step"] == 5
     assert json.loads((folder / "run/results.json").read_text())["steps"] == 5
+
+
+@pytest.mark.slow
+def test_quickstart_compares_two_models_and_streams_a_sample(tmp_path, capsys):
+    words = ["quickstart", "--out", str(tmp_path / "out"), "--steps", "3", "--warmup_steps", "1"]
+    words += ["--sequence_length", "64", "--model.hidden_size", "32", "--data.vocab_size", "300"]
+    words += ["--data.cache", str(tmp_path / "cache")]
+    assert main(words) == 0
+    out = capsys.readouterr().out
+    assert "bits per byte" in out and PROMPT.strip() in out
+    results = json.loads((tmp_path / "out/results.json").read_text())
+    assert [row["name"] for row in results["rows"]] == list(RECIPES)
+    assert all(0 < row["bits_per_byte"] < 8 for row in results["rows"])
+    assert (tmp_path / "out/loss.png").exists()
+    for name in RECIPES:
+        assert (tmp_path / "out" / name / "model.safetensors").exists()
+    assert "--overwrite" in mistake(capsys, *words)
 
 
 def test_evaluate_reads_what_the_recipe_held_out_and_writes_json(folder, capsys):

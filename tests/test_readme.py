@@ -41,8 +41,8 @@ def test_the_errors_of_sweeps_are_as_printed():
     """docs/mixers/lattice.md: errors of outputs after sweeps over chunks, within a factor 3."""
     torch.manual_seed(0)
     B, T, H, S = 1, 256, 4, 64
-    q, k = (normalize(torch.randn(B, T, H, S).double(), dim=-1) for _ in range(2))
-    v, gamma = torch.randn(B, T, H, S).double(), torch.randn(B, T, H).double().sigmoid()
+    q, k, v = (normalize(torch.randn(B, T, H, S).double(), dim=-1) for _ in range(3))
+    gamma = torch.randn(B, T, H).double().sigmoid()
     state = normalize(torch.randn(B, H, S, S).double(), dim=-2)
     exact = lattice(q, k, v, gamma, state=state).y
     table = (ROOT / "docs/mixers/lattice.md").read_text().split("| C | 1 sweep")[1]

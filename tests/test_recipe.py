@@ -3,7 +3,9 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+import torch
 
+from seqmix.model import SeqmixConfig, SeqmixForCausalLM
 from seqmix.recipe import Recipe, describe, load_recipe, save_recipe
 from tests import runs
 

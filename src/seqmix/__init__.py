@@ -5,8 +5,9 @@ seqmix.model   one Hugging Face model for all mixers, known to AutoConfig, AutoM
                AutoModelForCausalLM as soon as `seqmix` is imported
 
 Importing this package loads nothing, not even torch: whoever needs one operation should not wait
-for transformers. So the model is registered when both sides are there: at once if transformers'
-Auto classes are loaded, and otherwise right behind them, by an import hook on their two modules.
+for transformers. So AutoConfig learns of the configuration when both are there: at once if it is
+loaded already, and otherwise right behind it, by an import hook on its module. The first
+configuration made then registers the models, before any Auto class can ask for them.
 """
 
 import sys
@@ -21,33 +22,29 @@ if TYPE_CHECKING:
 
 __all__ = ["debug_checks"]
 
-# The Auto classes of transformers, and which of our modules registers itself with them.
-REGISTERS = {
-    "transformers.models.auto.configuration_auto": "seqmix.model.config",
-    "transformers.models.auto.modeling_auto": "seqmix.model.modeling",
-}
+AUTO_CONFIG, OURS = "transformers.models.auto.configuration_auto", "seqmix.model.config"
 
 
-class _AfterAutoClasses(MetaPathFinder):
-    """Imports the module of ours that belongs to an Auto module right after that one has run."""
+class _AfterAutoConfig(MetaPathFinder):
+    """Imports our configuration, which registers itself, right after the module of AutoConfig."""
 
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
-        spec = PathFinder.find_spec(fullname, path, target) if fullname in REGISTERS else None
+        spec = PathFinder.find_spec(fullname, path, target) if fullname == AUTO_CONFIG else None
         if spec is not None and spec.loader is not None:
             run = spec.loader.exec_module
 
             def run_and_register(module: ModuleType) -> None:
                 run(module)
-                import_module(REGISTERS[fullname])
+                import_module(OURS)
 
             spec.loader.exec_module = run_and_register
         return spec
 
 
-sys.meta_path.insert(0, _AfterAutoClasses())
-for auto, ours in REGISTERS.items():
-    if auto in sys.modules:
-        import_module(ours)
+if AUTO_CONFIG in sys.modules:
+    import_module(OURS)
+else:
+    sys.meta_path.insert(0, _AfterAutoConfig())
 
 
 def __getattr__(name: str) -> Any:

@@ -54,26 +54,23 @@ def _parser() -> _Parser:
     parser = _Parser(prog="seqmix", description="Sequence mixers whose memory depends on content.")
     parser.add_argument("--traceback", action="store_true", help="show where a mistake was met")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    _training_commands(commands)
+    _using_commands(commands)
+    return parser
 
-    def command(run: Any, summary: str, takes_overrides: bool = False) -> argparse.ArgumentParser:
-        name = run.__name__.strip("_")
-        sub = commands.add_parser(
-            name,
-            help=summary,
-            description=summary[0].upper() + summary[1:] + ".",
-            allow_abbrev=False,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
-        sub.set_defaults(run=run, takes_overrides=takes_overrides)
-        return sub
 
-    sub = command(_quickstart, "train two small models on the bundled book and compare them", True)
+def _training_commands(commands: Any) -> None:
+    sub = _command(
+        commands, _quickstart, "train two small models on the bundled book and compare them", True
+    )
     sub.add_argument(
         "--out", default="runs/quickstart", help="folder for both models and the results"
     )
     sub.add_argument("--overwrite", action="store_true", help="delete an earlier quickstart there")
 
-    sub = command(_train, "pretrain or continue, from a recipe; every key is also an option", True)
+    sub = _command(
+        commands, _train, "pretrain or continue, from a recipe; every key is also an option", True
+    )
     sub.add_argument("recipe", help="a YAML file, or the name of a bundled recipe")
     sub.add_argument("--out", help="model folder to write (default: runs/NAME)")
     sub.add_argument(
@@ -85,7 +82,9 @@ def _parser() -> _Parser:
     sub.add_argument("--keys", action=_Keys, help="list the keys of a recipe and exit")
     sub.epilog = "--key value sets a key of the recipe: --steps 200 --model.hidden_size 128"
 
-    sub = command(_evaluate, "evaluate a model on text")
+
+def _using_commands(commands: Any) -> None:
+    sub = _command(commands, _evaluate, "evaluate a model on text")
     sub.add_argument("model", help="model folder, or ORG/NAME on the hub")
     sub.add_argument("--tasks", nargs="+", default=["perplexity"], help="what to evaluate")
     sub.add_argument("--files", nargs="+", help="files to read (default: what its recipe held out)")
@@ -94,7 +93,7 @@ def _parser() -> _Parser:
     sub.add_argument("--batch-size", type=int, default=8, help="windows at once")
     sub.add_argument("--out", help="JSON file to write (default: MODEL/evaluation.json)")
 
-    sub = command(_generate, "stream text from a model")
+    sub = _command(commands, _generate, "stream text from a model")
     sub.add_argument("model", help="model folder, or ORG/NAME on the hub")
     sub.add_argument("--prompt", default="", help="text to continue")
     sub.add_argument("--max-new-tokens", type=int, default=200)
@@ -103,7 +102,7 @@ def _parser() -> _Parser:
     sub.add_argument("--seed", type=int, default=0)
     sub.add_argument("--out", help="JSON file to write")
 
-    sub = command(_bench, "time operations against scaled dot-product attention")
+    sub = _command(commands, _bench, "time operations against scaled dot-product attention")
     sub.add_argument("operations", nargs="*", metavar="OP", help="which (default: all)")
     for name, default in (("batch", 2), ("length", 1024), ("heads", 4), ("size", 32)):
         sub.add_argument(f"--{name}", type=int, default=default)
@@ -113,9 +112,23 @@ def _parser() -> _Parser:
     sub.add_argument("--impl", choices=["reference", "torch", "triton"])
     sub.add_argument("--out", help="JSON file to write")
 
-    sub = command(_doctor, "versions, devices, and which implementations run here")
+    sub = _command(commands, _doctor, "versions, devices, and which implementations run here")
     sub.add_argument("--out", help="JSON file to write")
-    return parser
+
+
+def _command(
+    commands: Any, run: Any, summary: str, takes_overrides: bool = False
+) -> argparse.ArgumentParser:
+    name = run.__name__.strip("_")
+    sub = commands.add_parser(
+        name,
+        help=summary,
+        description=summary[0].upper() + summary[1:] + ".",
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    sub.set_defaults(run=run, takes_overrides=takes_overrides)
+    return sub
 
 
 class _Keys(argparse.Action):

@@ -14,7 +14,7 @@ from rich.table import Table
 from seqmix.data import held_out_documents
 from seqmix.evaluate.perplexity import perplexity
 from seqmix.recipe import load_recipe
-from seqmix.report import console, provenance, write_json
+from seqmix.report import provenance, write_json
 from seqmix.run import load_model, plot_losses
 from seqmix.train import train
 
@@ -26,9 +26,10 @@ def quickstart(out: str | Path, overrides: list[str], overwrite: bool = False) -
     """Train both recipes below `out` and compare them; return the results."""
     out, rows = Path(out), []
     recipes = [load_recipe(name, overrides) for name in RECIPES]
+    if not overwrite and any((out / recipe.name).exists() for recipe in recipes):
+        raise FileExistsError(f"{out} holds an earlier quickstart; --overwrite deletes it")
     documents = held_out_documents(recipes[0].data)
     for recipe in recipes:
-        console.print(f"training {recipe.name}")
         results = train(recipe, out / recipe.name, overwrite=overwrite)
         model, tokenizer = load_model(str(out / recipe.name))
         scores = perplexity(model, tokenizer, documents, window=recipe.sequence_length)

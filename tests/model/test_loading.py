@@ -1,6 +1,5 @@
 """Saving, loading, tying and initialising: what was saved is what comes back, to the bit."""
 
-import json
 import subprocess
 import sys
 
@@ -104,10 +103,12 @@ def test_gates_decays_and_priors_stay_in_float32(name, tmp_path):
         SeqmixForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16),
         SeqmixForCausalLM.from_pretrained(tmp_path).to(torch.bfloat16),
         SeqmixForCausalLM.from_pretrained(tmp_path).bfloat16(),
+        AutoModelForCausalLM.from_config(made.config, dtype=torch.bfloat16),
     ):
+        read = cast.name_or_path != ""
         for key, x in cast.state_dict().items():
             assert x.dtype == (torch.float32 if key in special else torch.bfloat16), key
-            assert key not in special or torch.equal(x, exact[key])
+            assert not read or key not in special or torch.equal(x, exact[key])
         assert cast(ids).logits.isfinite().all()
     assert made.double().state_dict()[next(iter(special), "lm_head.weight")].dtype == torch.float64
 
@@ -121,9 +122,7 @@ def test_resized_embeddings_stay_tied():
 
 FRESH = """
 import sys
-{before}
 import seqmix
-{after}
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 folder = sys.argv[1]
 print(type(AutoConfig.from_pretrained(folder)).__name__)
@@ -132,27 +131,15 @@ print(type(AutoModelForCausalLM.from_pretrained(folder)).__name__)
 """
 
 
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [
-        ("", ""),
-        ("", "from transformers import AutoTokenizer, Trainer"),
-        ("import seqmix.ops", "from transformers import PreTrainedModel"),
-        ("from transformers import AutoModelForCausalLM", ""),
-        ("from seqmix.model import SeqmixForCausalLM", ""),
-    ],
-)
-def test_auto_classes_know_the_model_in_a_fresh_process(before, after, tmp_path):
+def test_a_saved_folder_loads_in_a_fresh_process(tmp_path):
     model("rope").save_pretrained(tmp_path)
-    script = FRESH.format(before=before, after=after)
     run = subprocess.run(
-        [sys.executable, "-W", "error::FutureWarning", "-c", script, str(tmp_path)],
+        [sys.executable, "-W", "error::FutureWarning", "-c", FRESH, str(tmp_path)],
         capture_output=True,
         text=True,
     )
     assert run.returncode == 0, run.stderr
     assert run.stdout.split() == ["SeqmixConfig", "SeqmixModel", "SeqmixForCausalLM"]
-    assert json.loads((tmp_path / "config.json").read_text())["model_type"] == "seqmix"
 
 
 def test_the_package_alone_loads_nothing():

@@ -195,9 +195,12 @@ def cut(x: Tensor | None, chunk_size: int, dtype: torch.dtype, neutral: float) -
         return None
     size, width = sizes(x.shape[1], chunk_size)
     x = x.reshape(*x.shape[:3], -1).to(dtype)
-    x = pad(x, (0, 0, 0, 0, 0, -x.shape[1] % size), value=neutral)
+    if x.shape[1] % size:
+        x = pad(x, (0, 0, 0, 0, 0, -x.shape[1] % size), value=neutral)
     x = x.unflatten(1, (-1, size)).permute(1, 0, 3, 2, 4).flatten(1, 2)  # n BH size X
-    return pad(x, (0, 0, 0, width - size), value=neutral).contiguous()
+    if width > size:
+        x = pad(x, (0, 0, 0, width - size), value=neutral)
+    return x.contiguous()
 
 
 def join(x: Tensor, shape: torch.Size, chunk_size: int) -> Tensor:

@@ -41,7 +41,7 @@ class Step(NamedTuple):
 
 def forward(tokens: Tokens, slots: Tensor, objective: str) -> tuple[Tensor, Tensor]:
     """Return y [T, N, 1, V] and the last Z."""
-    room, y = room_for(slots), []
+    room, y = room_for(tokens, slots), []
     for block in blocks(tokens):
         states, _ = walk(block, slots, objective, room)
         slots = states[-1]
@@ -53,7 +53,7 @@ def backward(
     dy: Tensor, dslots: Tensor, tokens: Tokens, slots: Tensor, objective: str
 ) -> tuple[tuple[Tensor, ...], Tensor]:
     """Return the gradients of q, k, v, gamma and mu, and that of the first Z."""
-    room, parts, starts, found = room_for(slots), blocks(tokens), [slots], []
+    room, parts, starts, found = room_for(tokens, slots), blocks(tokens), [slots], []
     for block in parts[:-1]:
         starts.append(walk(block, starts[-1], objective, room)[0][-1].clone())
     dys = dy.split(BLOCK)
@@ -63,9 +63,9 @@ def backward(
     return tuple(torch.cat(x[::-1]) for x in zip(*found, strict=True)), dslots
 
 
-def room_for(slots: Tensor) -> Tensor:
+def room_for(tokens: Tokens, slots: Tensor) -> Tensor:
     """Return memory for the states of one block, used by all."""
-    return slots.new_empty(BLOCK + 1, *slots.shape)
+    return slots.new_empty(min(BLOCK, len(tokens.q)) + 1, *slots.shape)
 
 
 def blocks(tokens: Tokens) -> list[Tokens]:

@@ -6,6 +6,7 @@ A hybrid is a list of mixer names, tiled over the layers and saved expanded.
 """
 
 from dataclasses import fields
+from importlib import import_module
 from typing import Any
 
 from transformers import AutoConfig, PreTrainedConfig
@@ -75,6 +76,7 @@ class SeqmixConfig(PreTrainedConfig):
         self.mixer_options = {str(key): x for key, x in (self.mixer_options or {}).items()}
         self._check_mixer_options()
         super().__post_init__(**kwargs)
+        import_module("seqmix.model.modeling")  # now the Auto classes know the models
 
     def layer_options(self, layer: int) -> dict[str, Any]:
         """The options of one layer's mixer."""

@@ -31,6 +31,8 @@ from seqmix.model.loss import chunked_cross_entropy, next_tokens
 from seqmix.model.padding import Packing
 from seqmix.ops.check import Arguments
 
+HALF = (torch.float16, torch.bfloat16)
+
 
 class SwiGLU(nn.Module):
     """down(silu(gate(x)) * up(x))."""
@@ -63,6 +65,9 @@ class SeqmixBlock(GradientCheckpointingLayer):
             head_dim=config.head_dim,
             **config.layer_options(layer),
         )
+        for parameter in self._special().values():
+            if parameter.dtype in HALF:
+                parameter.data = parameter.data.float()
         self.mlp = None
         if config.intermediate_size and self.mixer.mlp:
             self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps)
@@ -90,15 +95,18 @@ class SeqmixBlock(GradientCheckpointingLayer):
         mlp = 0 if self.mlp is None else 6 * length * self.mlp.up_proj.weight.numel()
         return self.mixer.flops(length) + mlp
 
+    def _special(self) -> dict[str, nn.Parameter]:
+        """Gates, decays and priors of the mixer: always in float32, half precision hurts them."""
+        names = tuple(self.mixer.no_decay)
+        return {name: p for name, p in self.mixer.named_parameters() if name.endswith(names)}
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Move or cast, but keep gates, decays and priors in float32; half precision hurts them."""
-        kept = tuple(self.mixer.no_decay)
-        exact = {k: p.data for k, p in self.mixer.named_parameters() if kept and k.endswith(kept)}
+        """Move or cast everything, but cast nothing special to half precision."""
+        exact = {name: p.data for name, p in self._special().items()}
         super()._apply(fn, recurse)
-        for name, value in exact.items():
-            parameter = self.mixer.get_parameter(name)
-            if parameter.dtype in (torch.float16, torch.bfloat16):
-                parameter.data = value.to(parameter.device)
+        for name, parameter in self._special().items():
+            if parameter.dtype in HALF:
+                parameter.data = exact[name].to(parameter.device)
         return self
 
 
@@ -233,7 +241,7 @@ class SeqmixForCausalLM(SeqmixPreTrainedModel, GenerationMixin):
         self.model = SeqmixModel(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         # Assisted decoding takes tokens of the last call back; the library refuses stateful models.
-        self._is_stateful = not self._are(Attention, PathAttention)
+        self._is_stateful = not self._has_only(Attention, PathAttention)
         self.post_init()
 
     @can_return_tuple
@@ -290,7 +298,7 @@ class SeqmixForCausalLM(SeqmixPreTrainedModel, GenerationMixin):
         rest = {name: getattr(outputs, name) for name in ("hidden_states", CACHE_NAME)}
         return CausalLMOutputWithPast(loss, logits, **rest)
 
-    def _are(self, *mixers: type[nn.Module]) -> bool:
+    def _has_only(self, *mixers: type[nn.Module]) -> bool:
         return all(isinstance(block.mixer, mixers) for block in self.model.layers)
 
     def flops(self, length: int) -> int:
@@ -305,7 +313,7 @@ class SeqmixForCausalLM(SeqmixPreTrainedModel, GenerationMixin):
         self, generation_config: Any, model_kwargs: dict, *args: Any, **kwargs: Any
     ) -> Any:
         """Hand `generate()` our cache where it would make one of keys and values."""
-        if generation_config.is_assistant and not self._are(Attention):
+        if generation_config.is_assistant and not self._has_only(Attention):
             raise ValueError(
                 "SeqmixForCausalLM: only attention and fox layers can draft for assisted decoding, "
                 "because drafts are taken back after several calls"

@@ -77,6 +77,8 @@ class Arguments:
         """The scale of the logits: `size ** -0.5` unless given."""
         if value is None:
             return float(max(size, 1)) ** -0.5
+        if torch.compiler.is_compiling():
+            return value  # the compiler may hold it as a symbol
         if not isinstance(value, int | float) or not math.isfinite(value):
             self.fail(f"scale must be a finite number or None, got {value!r}")
         return float(value)
