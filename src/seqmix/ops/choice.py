@@ -10,6 +10,7 @@ Nothing falls back silently: what an implementation cannot do raises NotImplemen
 one that can.
 """
 
+import os
 from contextlib import AbstractContextManager, nullcontext
 from importlib.util import find_spec
 
@@ -38,19 +39,16 @@ def choose(operation: str, impl: str | None, first: Tensor) -> str:
     return impl
 
 
-@torch.compiler.assume_constant_result
 def _interpreted() -> bool:
-    from triton import knobs
-
-    return knobs.runtime.interpret
+    return os.environ.get("TRITON_INTERPRET") == "1"  # Triton's own switch
 
 
-@torch.compiler.assume_constant_result
 def has_kernels(operation: str) -> bool:
     """Whether this installation has Triton and kernels of the operation."""
-    return operation in KERNELS and find_spec("triton") is not None
+    return operation in KERNELS and TRITON
 
 
+TRITON = find_spec("triton") is not None  # asked here, where torch.compile does not look
 KERNELS = frozenset({"path_attention"})  # operations with a room in seqmix/kernels
 
 
