@@ -78,9 +78,9 @@ def test_train_takes_options_over_the_recipe(folder):
 
 @pytest.mark.slow
 def test_quickstart_compares_two_models_and_streams_a_sample(tmp_path, capsys):
-    words = ["quickstart", "--out", str(tmp_path / "out"), "--steps", "3", "--warmup_steps", "1"]
-    words += ["--sequence_length", "64", "--model.hidden_size", "32", "--data.vocab_size", "300"]
-    words += ["--data.cache", str(tmp_path / "cache")]
+    options = ["--steps", "3", "--warmup_steps", "1", "--sequence_length", "64"]
+    options += ["--data.vocab_size", "300", "--data.cache", str(tmp_path / "cache")]
+    words = ["quickstart", "--out", str(tmp_path / "out"), *options, "--model.hidden_size", "32"]
     assert main(words) == 0
     out = capsys.readouterr().out
     assert "bits per byte" in out and PROMPT.strip() in out
@@ -91,6 +91,11 @@ def test_quickstart_compares_two_models_and_streams_a_sample(tmp_path, capsys):
     for name in RECIPES:
         assert (tmp_path / "out" / name / "model.safetensors").exists()
     assert "--overwrite" in mistake(capsys, *words)
+    bad = ["quickstart", "--out", str(tmp_path / "bad"), *options, "--model.hidden_size", "33"]
+    assert main(bad) == 2
+    assert re.search(
+        "failed: seqmix train: .*hidden_size", capsys.readouterr().err.splitlines()[-1]
+    )
 
 
 def test_evaluate_reads_what_the_recipe_held_out_and_writes_json(folder, capsys):
