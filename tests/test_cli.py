@@ -160,6 +160,9 @@ def test_doctor_says_what_runs_here(tmp_path, capsys):
         (["generate", "./none"], "no folder ./none"),
         (["generate", "FOLDER"], "cannot read the model"),
         (["bench", "moth"], "unknown operation 'moth'; known are attention"),
+        (["bench", "path", "--length", "-1"], "length must be at least 1, got -1"),
+        (["bench", "path", "--device", "tpu"], "device must be cpu or cuda, got 'tpu'"),
+        (["bench", "path", "--threads", "-1"], "threads must be at least 1, got -1"),
         (["fly"], "invalid choice: 'fly'"),
         ([], "the following arguments are required"),
     ],
@@ -170,6 +173,21 @@ def test_a_mistake_is_one_line_and_exit_code_2(folder, capsys, words, message):
     names |= {"FOLDER": folder, "CACHE": folder / "cache"}
     line = mistake(capsys, *(names.get(word, word) for word in words))
     assert line.startswith("seqmix") and message in line
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [(-1, "it has no place for model.layers."), (1, "it lacks model.layers.")],
+)
+def test_weights_that_do_not_fit_their_configuration_are_refused(
+    folder, tmp_path, capsys, more, message
+):
+    out = tmp_path / "run"
+    shutil.copytree(folder / "run", out)
+    values = json.loads((out / "config.json").read_text())
+    values["num_hidden_layers"] += more
+    (out / "config.json").write_text(json.dumps(values))
+    assert f"its weights do not fit its config.json, {message}" in mistake(capsys, "generate", out)
 
 
 @pytest.mark.parametrize("damage", ["weights", "config"])

@@ -53,6 +53,17 @@ def test_lists_flags_numbers_and_model_keys_can_be_options(tmp_path):
         ("", ["steps", "1"], "expected --key value, got 'steps'"),
         ("- a", [], "must hold keys and values, got list"),
         ("a: [", [], "is not YAML"),
+        ("", ["--name", "[a"], "the value of --name is not YAML"),
+        ("steps: .inf", [], "steps must be int, got inf"),
+        ("learning_rate: .nan", [], "learning_rate must be float, got nan"),
+        ("learning_rate: 0", [], "learning_rate must be positive, got 0.0"),
+        ("micro_batch_size: 0", [], "micro_batch_size must be at least 1, got 0"),
+        ("warmup_steps: -5", [], "warmup_steps must be at least 0, got -5"),
+        ("save_every: -1", [], "save_every must be at least 0, got -1"),
+        ("beta1: 1", [], "beta1 must be in [0, 1), got 1.0"),
+        ("data: {held_out: 2}", [], "data: held_out must be in [0, 1), got 2.0"),
+        ("data: {max_tokens: -1}", [], "data: max_tokens must be at least 1, got -1"),
+        ("data: {separator: (}", [], "data: separator must be a regular expression, got '('"),
     ],
 )
 def test_a_mistake_is_named(tmp_path, text, words, message):

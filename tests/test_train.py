@@ -248,6 +248,13 @@ def test_another_recipe_does_not_resume_a_run(whole):
         check_folder(changed, whole / "run", resume=True, overwrite=False)
 
 
+def test_a_damaged_recipe_is_not_resumed(whole, tmp_path):
+    for text in ("a: [", "", "just words"):
+        (tmp_path / "recipe.yaml").write_text(text)
+        with pytest.raises(ValueError, match="cannot resume: .*recipe.yaml is damaged"):
+            check_folder(runs.recipe(whole), tmp_path, resume=True, overwrite=False)
+
+
 def test_a_recipe_that_cannot_run_leaves_the_old_run_in_place(whole):
     before = sorted(p.name for p in (whole / "run").iterdir())
     for changes in (

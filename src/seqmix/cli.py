@@ -222,7 +222,9 @@ def _bench(arguments: argparse.Namespace, _: list[str]) -> None:
 
     from seqmix.bench.ops import Shape, measure
 
-    if arguments.threads:
+    if arguments.threads is not None:
+        if arguments.threads < 1:
+            raise ValueError(f"threads must be at least 1, got {arguments.threads}")
         torch.set_num_threads(arguments.threads)
     device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
     names = ("batch", "length", "heads", "size", "dtype")

@@ -66,6 +66,18 @@ class DataOptions:
     vocab_size: Annotated[int, "pieces of a trained tokenizer"] = 4096
     cache: Annotated[str, "folder that keeps token files between runs"] = "~/.cache/seqmix"
 
+    def __post_init__(self) -> None:
+        if not 0 <= self.held_out < 1:
+            raise ValueError(f"data: held_out must be in [0, 1), got {self.held_out}")
+        if self.max_tokens is not None and self.max_tokens < 1:
+            raise ValueError(f"data: max_tokens must be at least 1, got {self.max_tokens}")
+        try:
+            re.compile(self.separator)
+        except re.error as error:
+            raise ValueError(
+                f"data: separator must be a regular expression, got {self.separator!r}: {error}"
+            ) from error
+
 
 def bundled(name: str) -> Path:
     """Return the path of a file that ships with the project (`data/...`, `recipes/...`)."""

@@ -9,6 +9,7 @@ A key that does not exist, or a value of the wrong kind, is a ValueError that na
 """
 
 import difflib
+import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
@@ -18,6 +19,26 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 import yaml
 
 from seqmix.data import DataOptions, bundled
+
+LEAST = {  # the smallest value of a number
+    "sequence_length": 1,
+    "batch_size": 1,
+    "micro_batch_size": 1,
+    "steps": 1,
+    "log_every": 1,
+    "keep_checkpoints": 1,
+    "seed": 0,
+    "initial_learning_rate": 0,
+    "final_learning_rate": 0,
+    "warmup_steps": 0,
+    "decay_steps": 0,
+    "weight_decay": 0,
+    "max_grad_norm": 0,
+    "num_workers": 0,
+    "evaluate_every": 0,
+    "evaluate_rows": 0,
+    "save_every": 0,
+}
 
 
 @dataclass
@@ -68,9 +89,15 @@ class Recipe:
     )
 
     def __post_init__(self) -> None:
-        for name in ("sequence_length", "batch_size", "steps", "log_every", "keep_checkpoints"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"recipe: {name} must be at least 1, got {getattr(self, name)}")
+        for name, least in LEAST.items():
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ValueError(f"recipe: {name} must be at least {least}, got {value}")
+        if not self.learning_rate > 0:
+            raise ValueError(f"recipe: learning_rate must be positive, got {self.learning_rate}")
+        for name in ("beta1", "beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"recipe: {name} must be in [0, 1), got {getattr(self, name)}")
         if self.warmup_steps + self.decay_steps > self.steps:
             total = f"{self.warmup_steps} + {self.decay_steps}"
             raise ValueError(
@@ -140,7 +167,11 @@ def _options(words: list[str]) -> Iterator[tuple[str, Any]]:
         while not equals and position < len(words) and not words[position].startswith("--"):
             texts.append(words[position])
             position += 1
-        values = [yaml.safe_load(text) for text in texts]
+        try:
+            values = [yaml.safe_load(text) for text in texts]
+        except yaml.YAMLError as error:
+            reason = " ".join(str(error).split())
+            raise ValueError(f"recipe: the value of --{key} is not YAML: {reason}") from error
         yield key, True if not values else values[0] if len(values) == 1 else values
 
 
@@ -171,7 +202,7 @@ def _coerce(value: Any, kind: Any, key: str) -> Any:
         return {name: _number(item) for name, item in value.items()}
     number = _number(value)
     is_number = isinstance(number, (int, float)) and not isinstance(number, bool)
-    if kind is float and is_number or kind is int and is_number and number == int(number):
+    if is_number and math.isfinite(number) and (kind is float or kind is int and number % 1 == 0):
         return kind(number)
     if kind is bool and isinstance(value, bool):
         return value

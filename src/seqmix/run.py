@@ -18,7 +18,7 @@ from accelerate import PartialState
 from rich.progress import Progress
 from transformers import AutoModelForCausalLM, TrainerCallback
 
-import seqmix.model  # noqa: F401  (now the Auto classes know it)
+from seqmix.model import SeqmixConfig  # now the Auto classes know it
 from seqmix.recipe import Recipe, save_recipe
 from seqmix.report import console, provenance, write_json
 from seqmix.tokenizer import load_tokenizer, locate
@@ -36,12 +36,23 @@ def check_folder(recipe: Recipe, out: Path, resume: bool, overwrite: bool) -> No
     if not (out / RECIPE).is_file():
         raise FileExistsError(f"{out} exists and is no run of ours; choose another folder")
     if resume:
-        before, now = yaml.safe_load((out / RECIPE).read_text()), asdict(recipe)
+        before, now = _earlier(out / RECIPE), asdict(recipe)
         changed = [key for key in now if key not in FREE and before.get(key) != now[key]]
         if changed:
             raise ValueError(f"cannot resume {out}: it had another {', '.join(changed)}")
     elif not overwrite:
         raise FileExistsError(f"{out} holds a run; --resume continues it, --overwrite deletes it")
+
+
+def _earlier(path: Path) -> dict[str, Any]:
+    """Read the recipe of the run in a folder."""
+    try:
+        values = yaml.safe_load(path.read_text())
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"cannot resume: {path} is damaged") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"cannot resume: {path} is damaged")
+    return values
 
 
 def open_folder(recipe: Recipe, out: Path, overwrite: bool) -> None:
@@ -59,15 +70,32 @@ def open_folder(recipe: Recipe, out: Path, overwrite: bool) -> None:
 def load_model(name: str, **options: Any) -> tuple[Any, Any]:
     """Load a causal language model and its tokenizer from a folder, or by name from the hub.
 
-    Raises FileNotFoundError or ValueError.
+    Raises FileNotFoundError or ValueError, also where weights and configuration do not fit: the
+    library would start a missing weight at random and drop one it does not know.
     """
     where = locate(name)
     try:
-        model: Any = AutoModelForCausalLM.from_pretrained(**where, **options)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            **where, **options, output_loading_info=True
+        )
     except Exception as error:  # damaged files raise whatever their reader raises
         reason = " ".join(str(error).split())
         raise ValueError(f"cannot read the model {name}: {reason}") from error
+    model, found = loaded
+    _check_weights(name, model, found)
     return model.to(processes().device).eval(), load_tokenizer(name)
+
+
+def _check_weights(name: str, model: Any, found: dict[str, Any]) -> None:
+    wrong = [f"lacks {key}" for key in sorted(found["missing_keys"])]
+    if isinstance(model.config, SeqmixConfig):
+        wrong += [f"has no place for {key}" for key in sorted(found["unexpected_keys"])]
+    if wrong:
+        more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+        raise ValueError(
+            f"cannot read the model {name}: its weights do not fit its config.json, "
+            f"it {wrong[0]}{more}"
+        )
 
 
 def processes() -> PartialState:

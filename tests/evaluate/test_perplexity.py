@@ -105,6 +105,7 @@ def test_more_context_lowers_the_loss_of_a_model_that_can_use_it(trained):
         ({"window": 0}, ["a"], "need 1 <= stride <= window, got None, 0"),
         ({"window": 4, "stride": 5}, ["a"], "need 1 <= stride <= window, got 5, 4"),
         ({"window": 4, "stride": 0}, ["a"], "need 1 <= stride <= window, got 0, 4"),
+        ({"batch_size": -1}, ["a"], "batch_size must be at least 1, got -1"),
         ({}, [], "the text has no token to score"),
         ({}, [""], "the text has no token to score"),
     ],

@@ -201,6 +201,30 @@ def test_an_unknown_mixer_or_option_names_the_known_ones():
     assert "forget_gate" not in mixer_options("fox")
 
 
+@pytest.mark.parametrize(
+    ("name", "option", "value", "wanted"),
+    [
+        ("path", "conv_size", 0, "a positive integer"),
+        ("path", "w_rank", 0, "a positive integer or None"),
+        ("path", "max_beta", "high", "a finite number"),
+        ("path", "qk_norm", 1, "true or false"),
+        ("lattice", "slots", 0, "a positive integer or None"),
+        ("lattice", "objective", 3, "a name"),
+        ("attention", "rope_theta", float("nan"), "a finite number"),
+        ("palimpsa_d", "b_scale", [0.1], "two finite numbers"),
+    ],
+)
+def test_an_option_of_the_wrong_kind_is_refused(name, option, value, wanted):
+    with pytest.raises(ValueError, match=f"mixers: {option} of {name} must be {wanted}, got "):
+        check_options(name, {option: value})
+
+
+def test_defaults_and_lists_from_json_pass_the_check():
+    for name in MIXERS:
+        check_options(name, mixer_options(name))
+    check_options("palimpsa_m", {"b_scale": [0.1, 1]})
+
+
 def test_sizes_a_mixer_does_not_know_are_left_out():
     layer = build_mixer("lattice", hidden_size=32, num_heads=4, num_kv_heads=2, head_dim=6)
     assert layer.head_dim == 6

@@ -147,10 +147,13 @@ def test_padding_is_not_cropped():
     made, ids = model("rope"), tokens(2, 6)
     mask = torch.tensor([[0, 0, 1, 1, 1, 1], [1] * 6])
     _, cache = run(made, ids, attention_mask=mask)
-    _, cache = run(made, tokens(2, 4), cache)
-    cache.crop(-4)
-    with pytest.raises(ValueError, match="cannot crop into padding, 6 columns may hold some"):
-        cache.crop(-1)
+    new = tokens(2, 4)
+    expected, cache = run(made, new, cache)
+    cache.crop(-5)
+    again, cache = run(made, torch.cat([ids[:, -1:], new], 1), cache)
+    torch.testing.assert_close(again[:, 1:], expected)
+    with pytest.raises(ValueError, match="cannot crop into padding, 2 columns may hold some"):
+        cache.crop(-9)
 
 
 @pytest.mark.parametrize(

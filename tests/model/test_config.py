@@ -26,6 +26,16 @@ from tests.model.models import MODELS, config
         ({"hidden_size": 2.5}, "SeqmixConfig: hidden_size must be a positive integer, got 2.5"),
         ({"num_heads": 0}, "SeqmixConfig: num_heads must be a positive integer, got 0"),
         ({"intermediate_size": -1}, "SeqmixConfig: intermediate_size must be None, 0 or"),
+        ({"num_kv_heads": 0}, "SeqmixConfig: num_kv_heads must be None or a positive integer"),
+        ({"head_dim": "a"}, "SeqmixConfig: head_dim must be None or a positive integer, got 'a'"),
+        ({"norm_eps": "a"}, "SeqmixConfig: norm_eps must be a number >= 0, got 'a'"),
+        ({"initializer_range": -1}, "SeqmixConfig: initializer_range must be a number >= 0"),
+        ({"mixers": 5}, "SeqmixConfig: mixers must be a list of names, got 5"),
+        ({"mixer_options": 5}, "SeqmixConfig: mixer_options must be a dict or None, got 5"),
+        (
+            {"mixer_options": {"path": {"window": "a"}}},
+            "mixers: window of path must be a positive integer, got 'a'",
+        ),
     ],
 )
 def test_a_mistake_is_one_line(arguments, message):

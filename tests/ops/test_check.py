@@ -79,6 +79,7 @@ def test_values_outside_their_range_are_refused(case, change, message):
         (lattice, {"sweeps": 2, "form": "frozen"}, "lattice: sweeps > 1 needs form 'gated'"),
         (lattice, {"sweeps": 2, "norm": "chunk"}, "lattice: sweeps > 1 needs form 'gated'"),
         (lattice, {"q": None}, "lattice: q must be a tensor, got NoneType"),
+        (lattice, {"q": torch.ones(2, 3, 2, 0)}, "lattice: q must have S of at least 1, got [2, 3"),
     ],
 )
 def test_options_outside_their_range_are_refused(case, change, message):

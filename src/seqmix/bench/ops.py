@@ -30,6 +30,15 @@ class Shape:
     dtype: str = "float32"
     device: str = "cpu"
 
+    def __post_init__(self) -> None:
+        for name in ("batch", "length", "heads", "size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"bench: {name} must be at least 1, got {getattr(self, name)}")
+        if self.device.partition(":")[0] not in ("cpu", "cuda"):
+            raise ValueError(f"bench: device must be cpu or cuda, got {self.device!r}")
+        if self.device != "cpu" and not torch.cuda.is_available():
+            raise ValueError("bench: there is no GPU here for device 'cuda'; take cpu")
+
 
 # Makes inputs and returns them with the function of them that is timed.
 Case = Callable[["Inputs", str | None], tuple[list[Tensor], Callable[..., Tensor]]]

@@ -49,6 +49,8 @@ def perplexity(
     """
     if not 1 <= (window if stride is None else stride) <= window:
         raise ValueError(f"perplexity: need 1 <= stride <= window, got {stride}, {window}")
+    if batch_size < 1:
+        raise ValueError(f"perplexity: batch_size must be at least 1, got {batch_size}")
     texts = [text for text in documents if text]
     windows: list[Window] = []
     scored_bytes = 0

@@ -7,6 +7,8 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from seqmix.ops.choice import exactly
+
 
 class Documents(NamedTuple):
     """Where tokens of a packed sequence belong: document [T], position in it [T], lengths [N]."""
@@ -59,6 +61,19 @@ class RMSNorm(nn.Module):
         y = wide(x)
         y = y * (y.square().mean(-1, keepdim=True) + self.eps).rsqrt()
         return (y * self.weight.to(y.dtype)).to(x.dtype)
+
+
+class WideLinear(nn.Linear):
+    """A linear map computed in float32 (float64 stays), also under autocast.
+
+    For gates, which feel a rounding at every later token. A class, not a function of the weight, so
+    that adapters can wrap it.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        with exactly(input):
+            bias = None if self.bias is None else wide(self.bias)
+            return F.linear(wide(input), wide(self.weight), bias)
 
 
 class LowRank(nn.Module):

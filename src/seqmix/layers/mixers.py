@@ -1,8 +1,10 @@
 """The mixers by name: which class, with which options fixed. A new mixer is one row here."""
 
+import math
 from importlib import import_module
 from inspect import Parameter, signature
-from typing import Any
+from types import NoneType, UnionType
+from typing import Any, get_args
 
 from torch import nn
 
@@ -17,6 +19,14 @@ MIXERS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "fox": ("seqmix.layers.attention", "Attention", {"forget_gate": True, "position": "nope"}),
 }
 
+KINDS: dict[Any, str] = {
+    int: "a positive integer",
+    float: "a finite number",
+    bool: "true or false",
+    str: "a name",
+    tuple[float, float]: "two finite numbers",
+    NoneType: "None",
+}
 SIZES = ("hidden_size", "num_heads", "num_kv_heads", "head_dim")  # what a model sets for all layers
 
 
@@ -30,21 +40,38 @@ def mixer_class(name: str) -> type[nn.Module]:
 
 def mixer_options(name: str) -> dict[str, Any]:
     """The options a user may set on a mixer, with their defaults."""
-    fixed = MIXERS[name][2] if name in MIXERS else {}
-    parameters = signature(mixer_class(name)).parameters.values()
-    return {
-        p.name: p.default
-        for p in parameters
-        if p.kind is Parameter.KEYWORD_ONLY and p.name not in fixed
-    }
+    return {p.name: p.default for p in _parameters(name)}
 
 
 def check_options(name: str, options: dict[str, Any]) -> None:
-    """Raise ValueError for an option that the mixer does not have."""
-    known = mixer_options(name)
-    for option in options:
+    """Raise ValueError for an option that the mixer does not have, or a value of a wrong kind."""
+    known = {p.name: p.annotation for p in _parameters(name)}
+    for option, value in options.items():
         if option not in known:
             raise ValueError(f"mixers: {name} has no option {option!r}; it has {', '.join(known)}")
+        kind = known[option]
+        kinds = get_args(kind) if isinstance(kind, UnionType) else (kind,)
+        if not any(_is_a(kind, value) for kind in kinds):
+            wanted = " or ".join(KINDS[kind] for kind in kinds)
+            raise ValueError(f"mixers: {option} of {name} must be {wanted}, got {value!r}")
+
+
+def _parameters(name: str) -> list[Parameter]:
+    """The keyword arguments of a mixer's class that its name leaves open."""
+    parameters = signature(mixer_class(name)).parameters.values()
+    fixed = MIXERS[name][2]
+    return [p for p in parameters if p.kind is Parameter.KEYWORD_ONLY and p.name not in fixed]
+
+
+def _is_a(kind: Any, value: Any) -> bool:
+    """Whether an option annotated as `kind` may have this value; a count is never below 1."""
+    if kind == tuple[float, float]:
+        return isinstance(value, tuple | list) and [_is_a(float, x) for x in value] == [True, True]
+    if kind not in (int, float):
+        return isinstance(value, kind)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return math.isfinite(value) if kind is float else isinstance(value, int) and value > 0
 
 
 def build_mixer(

@@ -22,7 +22,14 @@ from torch.nn import functional as F
 from seqmix.chunked.path_blocks import BLOCK
 from seqmix.chunked.path_cache import Folded, Pending, extend, fold
 from seqmix.layers.attention import gates_behind, head_sizes
-from seqmix.layers.common import LowRank, RMSNorm, ShortConv, l2_normalize, new_lengths, wide
+from seqmix.layers.common import (
+    LowRank,
+    RMSNorm,
+    ShortConv,
+    WideLinear,
+    l2_normalize,
+    new_lengths,
+)
 from seqmix.layers.state import State, append
 from seqmix.ops.choice import exactly
 from seqmix.ops.packing import pack_rows, pad_rows
@@ -192,8 +199,8 @@ class PathAttention(nn.Module):
             else LowRank(hidden_size, inner, w_rank)
         )
         self.w_conv = ShortConv(inner, conv_size, activation=conv_activation)
-        self.beta_proj = nn.Linear(hidden_size, self.groups)
-        self.f_proj = nn.Linear(hidden_size, self.num_heads) if forget_gate else None
+        self.beta_proj = WideLinear(hidden_size, self.groups)
+        self.f_proj = WideLinear(hidden_size, self.num_heads) if forget_gate else None
         self.o_proj = nn.Linear(outer, hidden_size, bias=False)
         self.q_norm = RMSNorm(self.head_dim) if qk_norm else None
         self.k_norm = RMSNorm(self.head_dim) if qk_norm else None
@@ -261,8 +268,8 @@ class PathAttention(nn.Module):
 
     def _gates(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """beta [B, T, G] and log_forget [B, T, H]."""
-        beta = (2 * _wide_linear(self.beta_proj, x).sigmoid()).clamp(max=self.max_beta)
-        return beta, None if self.f_proj is None else F.logsigmoid(_wide_linear(self.f_proj, x))
+        beta = (2 * self.beta_proj(x).sigmoid()).clamp(max=self.max_beta)
+        return beta, None if self.f_proj is None else F.logsigmoid(self.f_proj(x))
 
     def _remember(self, rows: list, lengths: Tensor) -> PathState:
         """The state behind the first tokens: the last `window` of each row stay pending."""
@@ -307,12 +314,6 @@ class PathAttention(nn.Module):
         pending_bytes = 2 * inner * width + 2 * inner * 4 + self.groups * 4 + gates
         before = (self.w_conv.width - 1) * inner * width
         return (length - pending) * folded_bytes + pending * pending_bytes + before
-
-
-def _wide_linear(linear: nn.Linear, x: Tensor) -> Tensor:
-    """A small linear map in float32: gates feel a rounding at every later token."""
-    with exactly(x):
-        return F.linear(wide(x), wide(linear.weight), wide(linear.bias))
 
 
 def _rows(tokens: tuple[Tensor | None, ...], cu_seqlens: Tensor | None) -> list:

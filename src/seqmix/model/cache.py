@@ -45,11 +45,11 @@ class SeqmixCache(Cache):
             )
         return self.states
 
-    def advance(self, states: list[State | None], columns: int, *, padded: bool) -> None:
-        """Take over the states behind `columns` more columns."""
+    def advance(self, states: list[State | None], columns: int, padded: int = 0) -> None:
+        """Take over the states behind `columns` more columns, the first `padded` with padding."""
         self.states = states
+        self.padded = self.columns + padded if padded else self.padded
         self.columns += columns
-        self.padded = self.columns if padded else self.padded
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Columns of `input_ids` seen so far, padding included; the same for every layer."""

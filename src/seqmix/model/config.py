@@ -5,6 +5,7 @@ SeqmixConfig(mixers=["path", "path", "attention"], num_hidden_layers=6, hidden_s
 A hybrid is a list of mixer names, tiled over the layers and saved expanded.
 """
 
+import math
 from dataclasses import fields
 from importlib import import_module
 from typing import Any
@@ -68,11 +69,20 @@ class SeqmixConfig(PreTrainedConfig):
         _refuse_unknown(kwargs)
         for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_heads"):
             _positive(name, getattr(self, name))
+        for name in ("num_kv_heads", "head_dim"):
+            if getattr(self, name) is not None:
+                _positive(name, getattr(self, name), "None or a positive integer")
+        for name in ("norm_eps", "initializer_range"):
+            _not_negative(name, getattr(self, name))
         if self.intermediate_size is None:
             self.intermediate_size = -(-8 * self.hidden_size // (3 * 64)) * 64
         elif self.intermediate_size != 0:
             _positive("intermediate_size", self.intermediate_size, "None, 0 or a positive integer")
         self.mixers = _tile(self.mixers, self.num_hidden_layers)
+        if not isinstance(self.mixer_options, dict | None):
+            raise ValueError(
+                f"SeqmixConfig: mixer_options must be a dict or None, got {self.mixer_options!r}"
+            )
         self.mixer_options = {str(key): x for key, x in (self.mixer_options or {}).items()}
         self._check_mixer_options()
         super().__post_init__(**kwargs)
@@ -115,7 +125,14 @@ def _positive(name: str, value: object, wanted: str = "a positive integer") -> N
         raise ValueError(f"SeqmixConfig: {name} must be {wanted}, got {value!r}")
 
 
+def _not_negative(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+        raise ValueError(f"SeqmixConfig: {name} must be a number >= 0, got {value!r}")
+
+
 def _tile(mixers: list[str] | tuple[str, ...] | str, layers: int) -> list[str]:
+    if not isinstance(mixers, list | tuple | str):
+        raise ValueError(f"SeqmixConfig: mixers must be a list of names, got {mixers!r}")
     names = [mixers] if isinstance(mixers, str) else list(mixers)
     if not names:
         raise ValueError("SeqmixConfig: mixers must name at least one mixer")

@@ -191,7 +191,7 @@ class SeqmixModel(SeqmixPreTrainedModel):
             states.append(state)
         x = packing.unpack(self.norm(x))
         if cache is not None:
-            cache.advance(states, packing.length, padded=packing.real is not None)
+            cache.advance(states, packing.length, packing.padded)
         all_hidden = (*hidden, x) if output_hidden_states else None
         output: dict[str, Any] = {"hidden_states": all_hidden, CACHE_NAME: cache}
         return BaseModelOutputWithPast(x, **output)
@@ -259,6 +259,7 @@ class SeqmixForCausalLM(SeqmixPreTrainedModel, GenerationMixin):
         logits_to_keep: int | Tensor = 0,
         return_logits: bool | None = None,
         num_items_in_batch: Tensor | int | None = None,
+        output_attentions: bool | None = None,
     ) -> CausalLMOutputWithPast:
         """Logits without labels; with them the loss, and outside training the logits as well.
 
@@ -267,7 +268,10 @@ class SeqmixForCausalLM(SeqmixPreTrainedModel, GenerationMixin):
         logits_to_keep: logits of that many last tokens, or of the given positions; 0 is all.
         return_logits: overrules when logits are returned.
         num_items_in_batch: divides the summed loss; by default the number of predicted tokens.
+        output_attentions: refused; here because PEFT always passes it.
         """
+        if output_attentions:
+            raise ValueError("SeqmixForCausalLM: output_attentions must be False, none are kept")
         if use_cache is None and labels is not None:
             use_cache = False
         outputs = self.model(

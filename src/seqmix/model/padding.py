@@ -15,12 +15,14 @@ class Packing(NamedTuple):
     batch, length: B and T as the caller sees them.
     real [P]: where the real tokens are among all B T, None where nothing is left out.
     cu_seqlens [N+1]: the borders of documents, None where every row is full.
+    padded: how many columns, from the left, may hold padding.
     """
 
     batch: int
     length: int
     real: Int[Tensor, "P"] | None
     cu_seqlens: Int[Tensor, "N+1"] | None
+    padded: int = 0
 
     @classmethod
     def of(
@@ -53,7 +55,8 @@ class Packing(NamedTuple):
         if cu_seqlens is not None:
             check.fail("attention_mask beside cu_seqlens must be all ones, got padding")
         real, ends = mask.flatten().nonzero()[:, 0], mask.sum(1).cumsum(0)
-        return cls(batch, length, real, torch.cat([ends.new_zeros(1), ends]))
+        padded = int((~mask).any(0).nonzero().max()) + 1
+        return cls(batch, length, real, torch.cat([ends.new_zeros(1), ends]), padded)
 
     @property
     def rows(self) -> int:

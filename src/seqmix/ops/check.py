@@ -60,6 +60,9 @@ class Arguments:
             )
             self.fail(f"{name} must have shape [{', '.join(spelled)}], got {list(value.shape)}")
         self.sizes.update(zip(wanted, value.shape, strict=True))
+        for letter in wanted:
+            if letter not in "BTN" and self.sizes[letter] == 0:
+                self.fail(f"{name} must have {letter} of at least 1, got {list(value.shape)}")
 
     def divides(self, part: str, whole: str, reason: str) -> None:
         if self.sizes[part] == 0 or self.sizes[whole] % self.sizes[part]:

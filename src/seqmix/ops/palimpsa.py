@@ -87,7 +87,7 @@ def _check_beta(arguments: Arguments, beta: Tensor) -> None:
 def _prior(arguments: Arguments, prior: Tensor | float, q: Tensor) -> Tensor:
     if isinstance(prior, Tensor):
         arguments.tensor("prior", prior, "H")
-        if arguments.reads_values(prior) and bool((prior <= 0).any()):
+        if arguments.reads_values(prior) and not bool((prior > 0).all()):
             arguments.fail(f"prior must be positive, got {float(prior.detach().min()):g}")
         return prior
     if not isinstance(prior, int | float) or not prior > 0:
