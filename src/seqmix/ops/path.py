@@ -227,18 +227,26 @@ def _unserved(q: Tensor, v: Tensor, w: Tensor) -> str | None:
     return None if _has_kernels(q, v, w) else "torch"
 
 
+# Head sizes that the compiled kernels serve: up to what fits into shared memory. Below 33, float16
+# and float32 are left out: compiled for sm_90 by Triton 3.6, the float16 backward reads out of
+# bounds there, and bfloat16, the same code, does not.
+SERVED = {torch.bfloat16: (1, 128), torch.float16: (33, 128), torch.float32: (33, 64)}
+
+
 def _has_kernels(q: Tensor, v: Tensor, w: Tensor | None) -> bool:
-    """Whether the Triton kernels serve these arguments: what fits into shared memory."""
-    largest = {torch.float32: 64, torch.bfloat16: 128, torch.float16: 128}.get(q.dtype, 0)
-    return max(q.shape[3], v.shape[3]) <= largest and w is not None
+    """Whether the Triton kernels serve these arguments."""
+    low, high = SERVED.get(q.dtype, (1, 0))
+    low = low if q.device.type == "cuda" else 1
+    sizes = q.shape[3], v.shape[3]
+    return low <= min(sizes) and max(sizes) <= high and w is not None
 
 
 def _check_kernels(q: Tensor, v: Tensor, w: Tensor | None) -> None:
     if not _has_kernels(q, v, w):
         raise NotImplementedError(
-            "path_attention: impl='triton' takes bfloat16 or float16 with head sizes up to 128, or "
-            f"float32 up to 64, got {str(q.dtype).removeprefix('torch.')} and "
-            f"{max(q.shape[3], v.shape[3])}{'' if w is not None else ' without w'}; "
+            "path_attention: impl='triton' takes head sizes up to 128 in bfloat16, 33 to 128 in "
+            f"float16 and 33 to 64 in float32, got {q.shape[3]} and {v.shape[3]} in "
+            f"{str(q.dtype).removeprefix('torch.')}{'' if w is not None else ' without w'}; "
             "use impl='torch'"
         )
 

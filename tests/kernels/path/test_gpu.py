@@ -12,8 +12,12 @@ from tests.kernels.path.test_kernels import LEVELS, check
 pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("size", [16, 64, 80, 128])
+SIZES = {torch.bfloat16: (16, 32, 64, 80, 128), torch.float16: (48, 64, 80, 128)}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "size"), [(dtype, size) for dtype, sizes in SIZES.items() for size in sizes]
+)
 @pytest.mark.parametrize("gate", [False, True])
 def test_every_gradient_of_every_tile(size, dtype, gate):
     for T in (65, 1000):
@@ -38,3 +42,11 @@ def test_compiles_as_one_graph():
     for T in (100, 164, 228):
         tokens = arguments(1, T, 2, 2, 64, 64, torch.bfloat16)
         torch.testing.assert_close(function(*tokens).y, path_attention(*tokens).y)
+
+
+@pytest.mark.parametrize("size", [16, 32, 129])
+def test_sizes_that_are_not_served_name_the_way_out(size):
+    tokens = arguments(1, 20, 1, 1, size, size, torch.float16)
+    with pytest.raises(NotImplementedError, match="path_attention: .* use impl='torch'"):
+        path_attention(*tokens, impl="triton")
+    assert path_attention(*tokens).y.isfinite().all()
