@@ -43,6 +43,7 @@ class _Palimpsa(nn.Module):
     """What the backbones share: decay, importance, memory and skip connection."""
 
     no_decay: ClassVar[tuple[str, ...]] = ("A_log", "dt_bias", "D", "b_scale", "log_prior")
+    conv1d: ShortConv
 
     def __init__(
         self,
