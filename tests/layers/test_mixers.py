@@ -192,6 +192,25 @@ def test_compiled_whole_equals_eager_at_three_lengths(variant):
         torch.testing.assert_close(compiled(x), layer(x)[0])
 
 
+@every_mixer
+def test_a_wrong_input_or_state_is_refused(variant):
+    layer = build(variant)
+    _, state = layer(torch.randn(2, 5, 32))
+    one, two = torch.randn(1, 5, 32), torch.randn(2, 5, 32)
+    for arguments, message in (
+        ((torch.randn(2, 5, 31),), "x must have shape [B, T, D=32], got [2, 5, 31]"),
+        ((two[0],), "x must have shape [B, T, D=32], got [5, 32]"),
+        ((two.long(),), "x must be floating point, got int64"),
+        ((two, state.seen), "got Tensor"),
+        ((one, state), "state must have N=1 rows, one a sequence, got 2"),
+        ((one, state, torch.tensor([0, 1, 2, 5])), "state must have N=3 rows, one a sequence"),
+        ((two, None, torch.tensor([0, 5])), "the batch must be packed into B=1, got B=2"),
+        ((one, state, torch.tensor([0, 4, 2])), "cu_seqlens must rise from 0 to at most T=5"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(message)):
+            layer(*arguments)
+
+
 def test_an_unknown_mixer_or_option_names_the_known_ones():
     with pytest.raises(ValueError, match="mixers: unknown mixer 'rwkv'; known are path, path_fox"):
         build_mixer("rwkv", hidden_size=8, num_heads=1)

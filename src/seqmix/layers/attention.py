@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from seqmix.layers.common import RMSNorm, documents, new_lengths, wide
-from seqmix.layers.state import State, append
+from seqmix.layers.state import State, append, check_call
 from seqmix.ops.attention import attention
 from seqmix.ops.packing import pack_rows, pad_rows
 
@@ -111,6 +111,7 @@ class Attention(nn.Module):
         return_state: bool = True,
     ) -> tuple[Float[Tensor, "B T D"], KeyValueState | None]:
         """Mix x with its past; `state` holds what came before, one row a document."""
+        check_call("attention", self.hidden_size, x, state, KeyValueState, cu_seqlens)
         q, k, v = self._project(x, state, cu_seqlens)
         log_forget = self._log_forget(x)
         rows = []

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from seqmix.layers.common import RMSNorm, ShortConv, l2_normalize, new_lengths, wide
-from seqmix.layers.state import State, append
+from seqmix.layers.state import State, append, check_call
 from seqmix.ops.check import Arguments
 from seqmix.ops.lattice import check_rule, lattice
 from seqmix.ops.packing import pack_rows, pad_rows
@@ -114,6 +114,7 @@ class Lattice(nn.Module):
         return_state: bool = True,
     ) -> tuple[Float[Tensor, "B T D"], LatticeState | None]:
         """Mix x with its past; `state` holds what came before, one row a document."""
+        check_call("lattice", self.qk_proj.in_features, x, state, LatticeState, cu_seqlens)
         conv = None if state is None else state.conv
         qk, conv = self.qk_conv(self.qk_proj(x), conv, cu_seqlens)
         q, k = l2_normalize(qk.unflatten(-1, (2, self.num_heads, self.slots))).unbind(2)

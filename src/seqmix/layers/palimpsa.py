@@ -25,7 +25,7 @@ from torch.nn import functional as F
 
 from seqmix.layers.attention import head_sizes
 from seqmix.layers.common import LowRank, RMSNorm, ShortConv, l2_normalize, new_lengths, wide
-from seqmix.layers.state import State
+from seqmix.layers.state import State, check_call
 from seqmix.ops.linear import gated_linear_attention
 from seqmix.ops.palimpsa import palimpsa
 
@@ -213,6 +213,7 @@ class PalimpsaD(_Palimpsa):
         return_state: bool = True,
     ) -> tuple[Float[Tensor, "B T D"], PalimpsaMemory | None]:
         """Mix x with its past; `state` holds what came before, one row a document."""
+        check_call("palimpsa_d", self.qkv_proj.in_features, x, state, PalimpsaMemory, cu_seqlens)
         qkv, conv = self.conv1d(self.qkv_proj(x), state and state.conv, cu_seqlens)
         q, k, v = (
             part.unflatten(-1, (self.num_heads, -1)) for part in qkv.split(self.sizes, dim=-1)
@@ -293,6 +294,7 @@ class PalimpsaM(_Palimpsa):
         return_state: bool = True,
     ) -> tuple[Float[Tensor, "B T D"], PalimpsaMemory | None]:
         """Mix x with its past; `state` holds what came before, one row a document."""
+        check_call("palimpsa_m", self.in_proj.in_features, x, state, PalimpsaMemory, cu_seqlens)
         widths = [self.sizes[0], sum(self.sizes), self.num_heads]
         z, vkq, dt = self.in_proj(x).split(widths, dim=-1)
         vkq, conv = self.conv1d(vkq, state and state.conv, cu_seqlens)

@@ -30,7 +30,7 @@ from seqmix.layers.common import (
     l2_normalize,
     new_lengths,
 )
-from seqmix.layers.state import State, append
+from seqmix.layers.state import State, append, check_call
 from seqmix.ops.choice import exactly
 from seqmix.ops.packing import pack_rows, pad_rows
 from seqmix.ops.path import path_attention
@@ -233,6 +233,7 @@ class PathAttention(nn.Module):
         return_state: bool = True,
     ) -> tuple[Float[Tensor, "B T D"], PathState | None]:
         """Mix x with its past; `state` holds what came before, one row a document."""
+        check_call("path", self.q_proj.in_features, x, state, PathState, cu_seqlens)
         q, k, v = self._heads(x)
         recent = None if state is None else state.recent()
         w, conv = self._directions(x, recent, cu_seqlens)

@@ -13,6 +13,8 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from seqmix.ops.check import Arguments
+
 
 @dataclass(frozen=True)
 class State:
@@ -66,6 +68,25 @@ class State:
             x.numel() * x.element_size()
             for x in (getattr(self, field.name) for field in fields(self))
             if x is not None
+        )
+
+
+def check_call(
+    layer: str, size: int, x: Tensor, state: State | None, kind: type, cu_seqlens: Tensor | None
+) -> None:
+    """Check what a layer is called with: x [B, T, size], offsets, a state of its kind and rows."""
+    arguments = Arguments(layer, x)
+    arguments.sizes["D"] = size
+    arguments.tensor("x", x, "B T D")
+    arguments.documents(cu_seqlens)
+    if state is None:
+        return
+    if not isinstance(state, kind):
+        arguments.fail(f"state must be a {kind.__name__}, got {type(state).__name__}")
+    if state.seen.shape[0] != arguments.sizes["N"]:
+        arguments.fail(
+            f"state must have N={arguments.sizes['N']} rows, one a sequence, "
+            f"got {state.seen.shape[0]}"
         )
 
 
