@@ -275,7 +275,7 @@ def test_a_recipe_that_cannot_run_leaves_the_old_run_in_place(whole):
 def test_two_processes_compute_what_one_does(whole, tmp_path):
     recipe = replace(runs.recipe(whole), steps=5, evaluate_every=5)
     save_recipe(recipe, tmp_path / "recipe.yaml")
-    launch = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu"]
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--main_process_port", "0"]
     launch += [
         "--num_processes",
         "2",

@@ -13,6 +13,7 @@ VARIANTS = {name: (name, {}) for name in MIXERS} | {
     "palimpsa_m_mamba2": ("palimpsa_m", {"metaplasticity": False}),
     "palimpsa_d_shared": ("palimpsa_d", {"beta_groups": 1}),
     "attention_alibi": ("attention", {"position": "alibi"}),
+    "path_qk_norm": ("path", {"qk_norm": True, "num_kv_heads": 1}),
 }
 every_mixer = pytest.mark.parametrize("variant", VARIANTS)
 
@@ -216,6 +217,8 @@ def test_an_unknown_mixer_or_option_names_the_known_ones():
         build_mixer("rwkv", hidden_size=8, num_heads=1)
     with pytest.raises(ValueError, match="mixers: lattice has no option 'chunks'; it has head_dim"):
         check_options("lattice", {"chunks": 4})
+    with pytest.raises(ValueError, match="mixers: impl of path must be one of 'reference', 't"):
+        check_options("path", {"impl": "nosuch"})
     assert mixer_options("attention")["position"] == "rope"
     assert "forget_gate" not in mixer_options("fox")
 

@@ -8,6 +8,8 @@ from typing import Any, get_args
 
 from torch import nn
 
+from seqmix.ops.choice import IMPLEMENTATIONS
+
 MIXERS: dict[str, tuple[str, str, dict[str, Any]]] = {
     # name: (module, class, options that make it this mixer)
     "path": ("seqmix.layers.path", "PathAttention", {"forget_gate": False}),
@@ -49,6 +51,9 @@ def check_options(name: str, options: dict[str, Any]) -> None:
     for option, value in options.items():
         if option not in known:
             raise ValueError(f"mixers: {name} has no option {option!r}; it has {', '.join(known)}")
+        if option == "impl" and value not in (None, *IMPLEMENTATIONS):
+            choices = ", ".join(map(repr, IMPLEMENTATIONS))
+            raise ValueError(f"mixers: impl of {name} must be one of {choices}, got {value!r}")
         kind = known[option]
         kinds = get_args(kind) if isinstance(kind, UnionType) else (kind,)
         if not any(_is_a(kind, value) for kind in kinds):
