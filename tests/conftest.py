@@ -1,5 +1,10 @@
-"""Shape annotations are checked at every call, in tests only (operations check themselves)."""
+"""Shape annotations are checked at every call, in tests only (operations check themselves).
 
+Without a GPU, Triton kernels run in Triton's interpreter, which must be known before anything
+imports Triton.
+"""
+
+import os
 import sys
 from collections.abc import Iterator
 
@@ -10,6 +15,9 @@ from jaxtyping import install_import_hook
 hook = install_import_hook(["seqmix.reference", "seqmix.chunked"], "beartype.beartype")
 
 torch.set_num_threads(1)
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
