@@ -1,6 +1,9 @@
 """A small text, a small recipe and a small model, for the tests of training and of the commands."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +11,11 @@ from seqmix.data import DataOptions
 from seqmix.recipe import Recipe
 from seqmix.run import read_log
 
+LAUNCH = (
+    "accelerate.commands.launch --multi_gpu --num_machines 1 --main_process_port 0 "
+    "--mixed_precision no --dynamo_backend no --num_processes"
+)
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 TEXT = "the whale swam north and the men of the ship rowed after it until the sea was dark"
 WORDS = TEXT.split()
 
@@ -41,3 +49,13 @@ def losses(out: Path) -> dict[int, tuple[float, float]]:
     rows = [row for row in read_log(out) if "loss" in row]
     assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
     return {row["step"]: (row["loss"], row["grad_norm"]) for row in rows}
+
+
+def command(processes: int, *words: object) -> None:
+    """Run a command of ours in new processes, which talk over a port of their own."""
+    launch = [sys.executable, "-m"]
+    if processes > 1:
+        launch += [*LAUNCH.split(), str(processes), "-m"]
+    launch += ["seqmix.cli", *map(str, words)]
+    run = subprocess.run(launch, env=ENVIRONMENT, capture_output=True, text=True, timeout=250)
+    assert run.returncode == 0, run.stderr

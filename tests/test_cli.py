@@ -104,7 +104,7 @@ def test_evaluate_reads_what_the_recipe_held_out_and_writes_json(folder, capsys)
     result = json.loads((folder / "run/evaluation.json").read_text())
     held_out = runs.documents()[19:20]  # every 20th document
     assert result["perplexity"]["bytes"] == sum(len(t.encode()) for t in held_out)
-    assert result["text"] == "held out by its recipe" and result["versions"]["torch"]
+    assert result["files"] == "held out by its recipe" and result["versions"]["torch"]
 
 
 def test_generate_streams_the_text_that_it_returns(folder, capsys):

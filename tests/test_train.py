@@ -1,6 +1,5 @@
 import json
 import math
-import os
 import shutil
 import signal
 import subprocess
@@ -19,9 +18,6 @@ from seqmix.recipe import save_recipe
 from seqmix.run import check_folder, latest_checkpoint, load_model, read_log
 from seqmix.train import decayed_parameters, learning_rate, train
 from tests import runs
-
-RUN = [sys.executable, "-m", "seqmix.cli", "train"]
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
 @pytest.fixture(scope="module")
@@ -157,9 +153,8 @@ def test_ten_and_ten_steps_in_a_new_process_equal_twenty_bit_for_bit(whole, tmp_
     shutil.rmtree(out / "checkpoint-20")
     for name in ("model.safetensors", "results.json"):
         (out / name).unlink()
-    command = [*RUN, str(out / "recipe.yaml"), "--out", str(out), "--resume"]
-    command += ["--num_workers", str(workers)]
-    subprocess.run(command, check=True, env=ENVIRONMENT, capture_output=True)
+    resume = ["train", out / "recipe.yaml", "--out", out, "--resume", "--num_workers", workers]
+    runs.command(1, *resume)
     assert runs.losses(out) == runs.losses(whole / "run")
     assert same_weights(out, whole / "run")
 
@@ -168,8 +163,9 @@ def test_a_killed_run_resumes_and_a_half_written_checkpoint_is_not_taken(whole, 
     out = tmp_path / "run"
     recipe = replace(runs.recipe(whole), save_every=1, keep_checkpoints=20, evaluate_every=10)
     save_recipe(recipe, tmp_path / "recipe.yaml")
-    command = [*RUN, str(tmp_path / "recipe.yaml"), "--out", str(out)]
-    process = subprocess.Popen(command, env=ENVIRONMENT, stderr=subprocess.DEVNULL)
+    command = [sys.executable, "-m", "seqmix.cli", "train", str(tmp_path / "recipe.yaml")]
+    command += ["--out", str(out)]
+    process = subprocess.Popen(command, env=runs.ENVIRONMENT, stderr=subprocess.DEVNULL)
     while process.poll() is None and latest_checkpoint(out) is None:
         time.sleep(0.01)
     process.send_signal(signal.SIGKILL)
@@ -275,19 +271,7 @@ def test_a_recipe_that_cannot_run_leaves_the_old_run_in_place(whole):
 def test_two_processes_compute_what_one_does(whole, tmp_path):
     recipe = replace(runs.recipe(whole), steps=5, evaluate_every=5)
     save_recipe(recipe, tmp_path / "recipe.yaml")
-    launch = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--main_process_port", "0"]
-    launch += [
-        "--num_processes",
-        "2",
-        "--num_machines",
-        "1",
-        "--mixed_precision",
-        "no",
-        "--dynamo_backend",
-        "no",
-    ]
-    command = [*launch, *RUN[1:], str(tmp_path / "recipe.yaml"), "--out", str(tmp_path / "two")]
-    subprocess.run(command, check=True, env=ENVIRONMENT, capture_output=True, timeout=200)
+    runs.command(2, "train", tmp_path / "recipe.yaml", "--out", tmp_path / "two")
     train(recipe, tmp_path / "one")
     one, two = runs.losses(tmp_path / "one"), runs.losses(tmp_path / "two")
     assert sorted(two) == [1, 2, 3, 4, 5]

@@ -165,7 +165,7 @@ def _train(arguments: argparse.Namespace, overrides: list[str]) -> None:
     from seqmix.recipe import load_recipe
 
     recipe = load_recipe(arguments.recipe, overrides)
-    from seqmix.run import processes
+    from seqmix.run import leave, processes
     from seqmix.train import train
 
     out = arguments.out or f"runs/{recipe.name}"
@@ -174,6 +174,7 @@ def _train(arguments: argparse.Namespace, overrides: list[str]) -> None:
         loss = results["held_out_loss"]
         held_out = "" if loss is None else f", held-out loss {loss:.4f}"
         print(f"{recipe.name}: {recipe.steps} steps, {results['tokens']:,} tokens{held_out}: {out}")
+    leave()
 
 
 def _evaluate(arguments: argparse.Namespace, _: list[str]) -> None:
@@ -185,7 +186,7 @@ def _evaluate(arguments: argparse.Namespace, _: list[str]) -> None:
     from seqmix.evaluate.perplexity import perplexity
     from seqmix.recipe import load_recipe
     from seqmix.report import provenance, write_json
-    from seqmix.run import RECIPE, load_model, processes
+    from seqmix.run import RECIPE, leave, load_model, processes
     from seqmix.tokenizer import locate
 
     locate(arguments.model)
@@ -199,14 +200,14 @@ def _evaluate(arguments: argparse.Namespace, _: list[str]) -> None:
         documents = held_out_documents(load_recipe(recipe).data)
     options = {name: getattr(arguments, name) for name in ("window", "stride", "batch_size")}
     scores = perplexity(model, tokenizer, documents, **options)
-    if not processes().is_main_process:
-        return
-    _print_table([{"perplexity": name, "value": value} for name, value in scores.items()])
-    default = Path(arguments.model) / "evaluation.json" if Path(arguments.model).is_dir() else None
-    if out := arguments.out or default:
-        facts = {"model": arguments.model, "text": arguments.files or "held out by its recipe"}
-        facts["processes"] = processes().num_processes
-        write_json(out, {**facts, "perplexity": scores, **provenance()})
+    if processes().is_main_process:
+        _print_table([{"perplexity": name, "value": value} for name, value in scores.items()])
+        facts = {"model": arguments.model, "files": arguments.files or "held out by its recipe"}
+        facts |= {"processes": processes().num_processes, "perplexity": scores}
+        folder = Path(arguments.model)
+        if out := arguments.out or (folder / "evaluation.json" if folder.is_dir() else None):
+            write_json(out, {**facts, **provenance()})
+    leave()
 
 
 def _generate(arguments: argparse.Namespace, _: list[str]) -> None:

@@ -103,6 +103,13 @@ def processes() -> PartialState:
     return PartialState(cpu=not torch.cuda.is_available())
 
 
+def leave() -> None:
+    """End all processes together: one that ends early would abort what others still send."""
+    if (state := processes()).num_processes > 1:
+        state.wait_for_everyone()
+        state.destroy_process_group()
+
+
 def latest_checkpoint(out: Path) -> Path | None:
     """Return the last checkpoint whose every file is as long as when its marker was written."""
     return max(filter(_is_whole, out.glob("checkpoint-[0-9]*")), key=_step, default=None)

@@ -1,8 +1,5 @@
 import json
 import math
-import os
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -14,8 +11,6 @@ from seqmix.run import load_model
 from seqmix.tokenizer import encode, train_tokenizer
 from seqmix.train import train
 from tests import runs
-
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
 class Table(torch.nn.Module):
@@ -118,15 +113,6 @@ def test_what_cannot_be_scored_is_refused(options, texts, message):
 
 @pytest.mark.slow
 def test_two_and_three_processes_give_the_bits_of_one(trained, tmp_path):
-    launch = [
-        sys.executable,
-        "-m",
-        "accelerate.commands.launch",
-        "--multi_gpu",
-        "--num_machines",
-        "1",
-    ]
-    launch += ["--mixed_precision", "no", "--dynamo_backend", "no", "-m", "seqmix.cli"]
     words = ["evaluate", str(trained / "run"), "--files", str(trained / "text.jsonl")]
     words += ["--window", "16", "--batch-size", "5", "--out", str(tmp_path / "scores.json")]
     figures = []
@@ -134,8 +120,7 @@ def test_two_and_three_processes_give_the_bits_of_one(trained, tmp_path):
         if processes == 1:
             assert main(words) == 0
         else:
-            command = [*launch[:3], "--num_processes", str(processes), *launch[3:], *words]
-            subprocess.run(command, check=True, env=ENVIRONMENT, capture_output=True, timeout=200)
+            runs.command(processes, *words)
         result = json.loads((tmp_path / "scores.json").read_text())
         assert result["processes"] == processes
         figures.append(result["perplexity"])
