@@ -7,6 +7,7 @@ their losses and leaves two model folders.
 """
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -74,8 +75,9 @@ def _train(recipes: list[Recipe], out: Path, options: list[str]) -> None:
     finally:
         for run in runs:
             run.terminate()
+            run.wait()
     for recipe, run in zip(recipes, runs, strict=True):
-        if run.returncode:
+        if run.returncode not in (0, -signal.SIGTERM):  # which is how we end it if the other failed
             lines = (out / f"{recipe.name}.log").read_text().splitlines()
             raise ValueError(f"{recipe.name} failed: {lines[-1] if lines else run.returncode}")
 
