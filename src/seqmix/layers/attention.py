@@ -116,7 +116,7 @@ class Attention(nn.Module):
         log_forget = self._log_forget(x)
         rows = []
         if state is not None or return_state:
-            rows = [_rows(t, cu_seqlens) for t in (q, k, v, log_forget)]
+            rows = [pad_rows(t, cu_seqlens) for t in (q, k, v, log_forget)]
         if state is None:
             y = attention(q, k, v, log_forget, cu_seqlens=cu_seqlens, impl=self.impl).y
         else:
@@ -255,7 +255,3 @@ def gates_between(log_forget: Float[Tensor, "N T H"]) -> Float[Tensor, "N T T H"
     length = log_forget.shape[1]
     behind = torch.ones(length, length, dtype=torch.bool, device=log_forget.device).tril(-1)
     return torch.where(behind[..., None], log_forget[:, :, None], 0.0).cumsum(1)
-
-
-def _rows(x: Tensor | None, cu_seqlens: Tensor | None) -> Tensor | None:
-    return x if x is None or cu_seqlens is None else pad_rows(x, cu_seqlens)

@@ -134,7 +134,7 @@ class Lattice(nn.Module):
             )
             pending = ()
         else:
-            rows = [self._rows(t, n, cu_seqlens) for t, n in zip(tokens, NEUTRAL, strict=True)]
+            rows = [pad_rows(t, cu_seqlens, n) for t, n in zip(tokens, NEUTRAL, strict=True)]
             y, slots, pending = self._in_chunks(rows, lengths, state)
             y = y if cu_seqlens is None else pack_rows(y, cu_seqlens, x.shape[1])
         if return_state:
@@ -146,9 +146,6 @@ class Lattice(nn.Module):
     def _start(self, rows: int) -> Tensor:
         """S_0 with unit columns, for every row."""
         return F.normalize(wide(self.initial_slots), dim=1).expand(rows, -1, -1, -1)
-
-    def _rows(self, x: Tensor | None, neutral: float, cu_seqlens: Tensor | None) -> Tensor | None:
-        return x if x is None or cu_seqlens is None else pad_rows(x, cu_seqlens, neutral)
 
     def _in_chunks(
         self, rows: list[Tensor | None], lengths: Tensor, state: LatticeState | None

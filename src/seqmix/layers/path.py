@@ -243,10 +243,10 @@ class PathAttention(nn.Module):
             y = path_attention(q, *tokens[:5], cu_seqlens=cu_seqlens, impl=self.impl).y
             if return_state:
                 with exactly(x):
-                    state = self._remember(_rows(tokens, cu_seqlens), lengths)
+                    state = self._remember([pad_rows(t, cu_seqlens) for t in tokens], lengths)
         else:
             with exactly(x):
-                rows = _rows((q, *tokens), cu_seqlens)
+                rows = [pad_rows(t, cu_seqlens) for t in (q, *tokens)]
                 y, state = self._extend(rows, lengths, state)
             y = y if cu_seqlens is None else pack_rows(y, cu_seqlens, x.shape[1])
         return self.o_proj(y.flatten(2)), state if return_state else None
@@ -315,10 +315,3 @@ class PathAttention(nn.Module):
         pending_bytes = 2 * inner * width + 2 * inner * 4 + self.groups * 4 + gates
         before = (self.w_conv.width - 1) * inner * width
         return (length - pending) * folded_bytes + pending * pending_bytes + before
-
-
-def _rows(tokens: tuple[Tensor | None, ...], cu_seqlens: Tensor | None) -> list:
-    """Packed documents as rows, each."""
-    if cu_seqlens is None:
-        return list(tokens)
-    return [None if x is None else pad_rows(x, cu_seqlens) for x in tokens]

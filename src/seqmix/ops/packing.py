@@ -52,8 +52,13 @@ def over_documents(
     return results
 
 
-def pad_rows(x: Tensor, cu_seqlens: Tensor, neutral: float = 0.0) -> Tensor:
-    """Packed documents [1, T, ...] as rows [N, L, ...], padded at their end; differentiable."""
+def pad_rows(x: Tensor | None, cu_seqlens: Tensor | None, neutral: float = 0.0) -> Tensor | None:
+    """Packed documents [1, T, ...] as rows [N, L, ...], padded at their end; differentiable.
+
+    Without `cu_seqlens` x holds rows already; None passes through.
+    """
+    if x is None or cu_seqlens is None:
+        return x
     return _unpack(x, _index(cu_seqlens, x.shape[1]), neutral)
 
 
