@@ -13,6 +13,7 @@ that help is quick.
 
 import argparse
 import json
+import math
 import sys
 import textwrap
 from collections.abc import Sequence
@@ -214,6 +215,10 @@ def _generate(arguments: argparse.Namespace, _: list[str]) -> None:
     _quiet()
     names = ("max_new_tokens", "temperature", "top_p", "seed")
     options = {name: getattr(arguments, name) for name in names}
+    if not 0 <= arguments.temperature < math.inf:
+        raise ValueError(f"temperature must be at least 0, got {arguments.temperature:g}")
+    if not 0 < arguments.top_p <= 1:
+        raise ValueError(f"top_p must be in (0, 1], got {arguments.top_p:g}")
     text = _stream(arguments.model, arguments.prompt, **options)
     _write(arguments.out, {"prompt": arguments.prompt, "text": text, **options})
 
