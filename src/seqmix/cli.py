@@ -254,6 +254,9 @@ def _doctor(arguments: argparse.Namespace, _: list[str]) -> None:
         reasons += [f"{name}, {impl}: {what}" for impl, what in runs.items() if what != "runs"]
     _print_table(rows)
     print(*reasons, sep="\n")
+    for name, sizes in found["served"].items():
+        print(f"\n{name}, triton on a GPU: head sizes; elsewhere torch runs")
+        _print_table(sizes)
     _write(arguments.out, found)
 
 

@@ -6,6 +6,7 @@ import torch
 
 from seqmix.bench.ops import CASES, Inputs, Shape
 from seqmix.ops.choice import IMPLEMENTATIONS, choose
+from seqmix.ops.path import served
 from seqmix.report import provenance
 
 # The cases of the benchmark that differ in the code they run, and the operation each stands for.
@@ -28,7 +29,8 @@ def examine() -> dict[str, Any]:
     }
     first = torch.zeros(1, device=device)
     default = {operation: choose(operation, None, first) for operation in runs}
-    return {**provenance(), "device": device, "default": default, "implementations": runs}
+    found = {"device": device, "default": default, "implementations": runs}
+    return {**provenance(), **found, "served": {"path_attention": served()}}
 
 
 def _try(case: str, shape: Shape, impl: str) -> str:

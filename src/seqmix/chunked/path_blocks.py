@@ -194,6 +194,11 @@ def products_after(cross: Tensor) -> Tensor:
     return products
 
 
+def products_before(cross: Tensor) -> Tensor:
+    """F_0 ... F_{j-1} for every block j of n: `products_after` of the mirrored blocks."""
+    return products_after(cross.flip(1).mT).mT.flip(1)
+
+
 class Gates(NamedTuple):
     """Sums of log_forget, all terms of one sign: no difference of large numbers is ever taken."""
 

@@ -8,7 +8,7 @@ old keys by plain inner products,
 
 and the pending ones by the formulas of a block (`path_blocks`). Now and then `fold` moves the
 boundary: one matrix product for all old keys instead of a rank-one update at every token, and that
-many fewer roundings. Rows are ragged: each has its own number of folded and pending tokens. Both
+many fewer roundings. Rows are ragged: each has its own number of folded and pending tokens. All
 functions are differentiable by autograd.
 """
 
@@ -19,7 +19,14 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from seqmix.chunked.path_blocks import SOLVE, Layout, carry, overlap, products_after
+from seqmix.chunked.path_blocks import (
+    SOLVE,
+    Layout,
+    carry,
+    overlap,
+    products_after,
+    products_before,
+)
 
 
 class Folded(NamedTuple):
@@ -92,6 +99,28 @@ def _gates(log_forget: Tensor, place: Tensor) -> tuple[Tensor, Tensor]:
 def _rows(x: Tensor, groups: int) -> Tensor:
     """[N, T, tokens, H] as [N, G, R T, tokens]."""
     return x.permute(0, 3, 1, 2).unflatten(1, (groups, -1)).flatten(2, 3)
+
+
+def arrive(
+    q: Float[Tensor, "N T H K"], w: Float[Tensor, "N T G K"], beta: Float[Tensor, "N T G"]
+) -> Float[Tensor, "N T H K"]:
+    """Move each query left over every token up to its own, in float32 or float64.
+
+    O(T K^2) a head.
+    """
+    N, T, H, K = q.shape
+    blocks = max(1, -(-T // SOLVE))
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    layout = Layout(w.shape[2], blocks, 0, -(-T // blocks), dtype)
+    rows = layout.cut(q).flatten(2, 3)  # N G, blocks, R S, K
+    w, beta = (layout.cut(x)[:, :, 0] for x in (w, beta))
+    system = (beta * (w @ w.mT)).tril(-1)
+    u_w = torch.linalg.solve_triangular(system, beta * w, upper=False, unitriangular=True)
+    seen = torch.ones(layout.size, layout.size, dtype=torch.bool, device=q.device).tril()
+    rows = rows - (rows @ w.mT).where(seen.repeat(H // layout.groups, 1), 0.0) @ u_w
+    cross = torch.eye(K, dtype=dtype, device=q.device) - u_w.mT @ w
+    moved = rows @ products_before(cross).mT
+    return layout.join(moved, q.new_empty(q.shape, dtype=dtype))
 
 
 def fold(

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from seqmix.chunked.path_blocks import BLOCK
-from seqmix.chunked.path_cache import Folded, Pending, extend, fold
+from seqmix.chunked.path_cache import Folded, Pending, extend
 from seqmix.layers.attention import gates_behind, head_sizes
 from seqmix.layers.common import (
     LowRank,
@@ -31,9 +31,12 @@ from seqmix.layers.common import (
     new_lengths,
 )
 from seqmix.layers.state import State, append, check_call
+from seqmix.ops import path_cache
 from seqmix.ops.choice import exactly
 from seqmix.ops.packing import pack_rows, pad_rows
 from seqmix.ops.path import path_attention
+
+PREFILL = 4096  # new tokens at a time behind a cache: bounds what they need beside it
 
 
 @dataclass(frozen=True)
@@ -43,7 +46,8 @@ class PathState(State):
     keys [N, F, G, K] aligned to the boundary, values [N, F, G, V], decay [N, F, H] the sum of
     log_forget from behind a token to the boundary; k, v, w, beta, log_forget [N, P, ...] of the
     pending tokens as they came, in float32 but for v; conv [N, width - 1 + P, G K]: what went into
-    the convolution at the pending tokens and just before them.
+    the convolution at the pending tokens and just before them. moves, corner: what the
+    kernels that decode keep of the pending tokens (ops/path_cache.py), None where unknown.
     """
 
     keys: Tensor
@@ -56,6 +60,8 @@ class PathState(State):
     beta: Tensor
     log_forget: Tensor | None
     conv: Tensor
+    moves: Tensor | None = None
+    corner: Tensor | None = None
 
     def crop(self, length: int) -> Self:
         """Forget the last tokens; exact, and refused where they are folded into the keys."""
@@ -70,7 +76,10 @@ class PathState(State):
             )
         pending = self.pending - lost
         cropped = replace(self, seen=self.seen - lost, pending=pending)
-        return cropped._pending_from(torch.zeros_like(pending), int(pending.max()))
+        size = int(pending.max())
+        kept = [x if x is None else x[:, :size] for x in (self.moves, self.corner)]
+        cropped = cropped._pending_from(torch.zeros_like(pending), size)
+        return replace(cropped, moves=kept[0], corner=kept[1])
 
     def take(
         self,
@@ -96,13 +105,33 @@ class PathState(State):
             beta=append(self.beta, self.pending, beta),
             log_forget=log_forget,
             conv=append(self.conv, self.pending + before, conv),
+            moves=None,
+            corner=None,
         )
 
-    def fold(self, count: Tensor, keep: int) -> Self:
+    def step(self, q: Tensor, rows: list, lengths: Tensor, scale: float) -> tuple[Tensor, Self]:
+        """Outputs of one new row each [N, 1, H, K] on kernels, and the state behind it."""
+        k, v, w, beta, log_forget, conv = rows
+        heads, inner = (-1, self.k.shape[3]), self.conv.shape[2]
+        old = [self.k, self.v, self.w, self.conv.unflatten(2, heads), self.beta, self.log_forget]
+        solution = self._solution() or path_cache.Solution(
+            self.w[:, :0], self.w.new_empty(*self.w[:, :0].shape[:3], 64)
+        )
+        new = (k, v, w, conv.unflatten(2, heads), beta, log_forget)
+        y, grown, solution = path_cache.step(
+            q, new, self.pending, old, solution, self._folded(), scale=scale
+        )
+        k, v, w, conv, beta, log_forget = grown
+        after = replace(self, k=k, v=v, w=w, beta=beta, log_forget=log_forget)
+        after = replace(after, conv=conv.view(*conv.shape[:2], inner), **solution._asdict())
+        return y, replace(after, seen=self.seen + lengths, pending=self.pending + lengths)
+
+    def fold(self, count: Tensor, keep: int, impl: str | None = None) -> Self:
         """Move the boundary over the first count[n] pending tokens; at most `keep` stay pending."""
         size = self.k.shape[1]
         is_folded = torch.arange(size, device=count.device) < count[:, None]
-        moved, new = fold(self.keys, self.k, self.w, self.beta * is_folded[..., None])
+        beta = self.beta * is_folded[..., None]
+        moved, new = path_cache.fold(self.keys, self.k, self.w, beta, impl)
         length, room, decay = self.seen - self.pending, size - keep, self.decay
         if decay is not None and self.log_forget is not None:
             gates = self.log_forget.where(is_folded[..., None], 0.0)
@@ -117,22 +146,44 @@ class PathState(State):
         )
         return folded._pending_from(count, keep)
 
-    def attend(self, q: Tensor, first: Tensor, scale: float) -> Tensor:
+    def attend(
+        self, q: Tensor, first: Tensor, scale: float, on_kernels: bool
+    ) -> tuple[Tensor, Self]:
         """Outputs of the queries [N, T, H, K] of pending tokens first[n], first[n] + 1, ..."""
         pending = Pending(self.k, self.v, self.w, self.beta, self.log_forget)
-        folded = Folded(self.keys, self.values, self.decay, self.seen - self.pending)
-        return extend(q, first, pending, folded, scale=scale)
+        if not on_kernels or self.k.shape[1] > 64:
+            return extend(q, first, pending, self._folded(), scale=scale), self
+        y, solution = path_cache.extend(q, first, pending, self._folded(), scale=scale)
+        return y, replace(self, **solution._asdict())
+
+    def prefill(self, q: Tensor, tokens: Pending, scale: float, impl: str | None) -> Tensor:
+        """Outputs of many new rows [N, T, ...] on kernels; no token may be pending."""
+        return path_cache.prefill(q, tokens, self._folded(), scale=scale, impl=impl)
+
+    def steps(self, q: Tensor) -> bool:
+        """Whether `step` serves q [N, T, H, K]."""
+        known = self.moves is not None or not self.k.shape[1]
+        return known and path_cache.steps(q, self.k)
 
     def recent(self) -> Tensor:
         """The last inputs of the convolution, [N, width - 1, G K]."""
         return _rows_from(self.conv, self.pending, self.conv.shape[1] - self.k.shape[1])
 
+    def _folded(self) -> Folded:
+        return Folded(self.keys, self.values, self.decay, self.seen - self.pending)
+
+    def _solution(self) -> path_cache.Solution | None:
+        if self.moves is None or self.corner is None:
+            return None
+        return path_cache.Solution(self.moves, self.corner)
+
     def _pending_from(self, first: Tensor, size: int) -> Self:
-        """Keep pending tokens from first[n] on, `size` of them."""
+        """Keep pending tokens from first[n] on, `size` of them; their solution is unknown."""
         k, v, w, beta = (_rows_from(x, first, size) for x in (self.k, self.v, self.w, self.beta))
         gates = None if self.log_forget is None else _rows_from(self.log_forget, first, size)
         conv = _rows_from(self.conv, first, self.conv.shape[1] - self.k.shape[1] + size)
-        return replace(self, k=k, v=v, w=w, beta=beta, log_forget=gates, conv=conv)
+        kept = replace(self, k=k, v=v, w=w, beta=beta, log_forget=gates, conv=conv)
+        return replace(kept, moves=None, corner=None)
 
 
 def _rows_from(x: Tensor, first: Tensor, size: int) -> Tensor:
@@ -281,21 +332,47 @@ class PathAttention(nn.Module):
         empty = (k[:, :0].to(w.dtype), v[:, :0], w[:, :0], beta[:, :0], decay, before)
         state = PathState(none, k[:, :0], v[:, :0], decay, none, *empty).take(*rows, lengths)
         if k.shape[1] > self.window:
-            state = state.fold((lengths - self.window).clamp(min=0), self.window)
+            count = (lengths - self.window).clamp(min=0)
+            state = state.fold(count, self.window, self.impl)
         return state
 
     def _extend(self, rows: list, lengths: Tensor, state: PathState) -> tuple[Tensor, PathState]:
         """Outputs of new rows behind `state`, and the state behind them, a window at a time."""
         q, *rows = rows
+        on_kernels = path_cache.on_kernels(q, state.values, self.impl)
+        if on_kernels and q.shape[1] > self.window:
+            return self._prefill(q, rows, lengths, state)
         length, pieces = q.shape[1], [q[:, :0]]
         for stop in reversed(range(length, 0, -self.window)):
             start = max(0, stop - self.window)
             if state.k.shape[1] + stop - start > self.window:
-                state = state.fold(state.pending, 0)
+                state = state.fold(state.pending, 0, self.impl)
             piece = [x if x is None else x[:, start:stop] for x in rows]
-            first = state.pending
-            state = state.take(*piece, (lengths - start).clamp(0, stop - start))
-            pieces.append(state.attend(q[:, start:stop], first, self.head_dim**-0.5))
+            some, scale = (lengths - start).clamp(0, stop - start), self.head_dim**-0.5
+            if on_kernels and state.steps(q[:, start:stop]):
+                y, state = state.step(q[:, start:stop], piece, some, scale)
+            else:
+                first = state.pending
+                state = state.take(*piece, some)
+                y, state = state.attend(q[:, start:stop], first, scale, on_kernels)
+            pieces.append(y)
+        return torch.cat(pieces, 1), state
+
+    def _prefill(
+        self, q: Tensor, rows: list, lengths: Tensor, state: PathState
+    ) -> tuple[Tensor, PathState]:
+        """`_extend` for many rows on kernels: a piece over itself and over what lies before it."""
+        pieces = []
+        for start in range(0, q.shape[1], PREFILL):
+            state = state.fold(state.pending, 0, self.impl)
+            now = slice(start, start + PREFILL)
+            piece = [x if x is None else x[:, now] for x in rows]
+            y = state.prefill(q[:, now], Pending(*piece[:5]), self.head_dim**-0.5, self.impl)
+            some = (lengths - start).clamp(0, y.shape[1])
+            state = state.take(*piece, some)
+            count = (some - self.window).clamp(min=0)
+            state = state.fold(count, min(self.window, y.shape[1]), self.impl)
+            pieces.append(y)
         return torch.cat(pieces, 1), state
 
     def flops(self, length: int) -> int:

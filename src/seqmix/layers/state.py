@@ -96,6 +96,8 @@ def append(rows: Tensor, seen: Tensor, new: Tensor) -> Tensor:
     Returns [N, L + T, ...]. Where fewer than T tokens are real, the rest lies behind the row's end,
     where the next call overwrites it.
     """
+    if not rows.shape[1]:
+        return new
     room = new.new_zeros(new.shape)
     index = seen[:, None] + torch.arange(new.shape[1], device=seen.device)
     row = torch.arange(new.shape[0], device=seen.device)[:, None].expand_as(index)

@@ -8,7 +8,7 @@ arXiv 2505.16381v2, Sec. 2.2. The forget gate of FoX is added after the scale, a
 Query head h reads key head h // (H / G). O(T^2 K) time, O(T) memory.
 """
 
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import torch
 from jaxtyping import Float, Int
@@ -63,12 +63,17 @@ def path_attention(
     arguments.values("log_forget", log_forget, high=0.0)
     arguments.unit("w", w, dim=-1, or_zero=True)
     scale = arguments.scale(scale, q.shape[-1])
-    impl = choose("path_attention", impl or _unserved(q, v, w), q)
+    tensors = (q, k, v, w, beta, log_forget)
+    impl = resolve(impl, q, v, w, torch.is_grad_enabled() and any(map(_differentiable, tensors)))
     if impl == "reference":
         y, keys = _reference(q, k, v, w, beta, log_forget, scale, cu_seqlens)
     else:
         y, keys, _ = attend(q, k, v, w, beta, log_forget, scale, cu_seqlens, return_keys, impl)
     return PathOutput(y, keys if return_keys else None)
+
+
+def _differentiable(x: Tensor | None) -> bool:
+    return x is not None and x.requires_grad
 
 
 def _reference(
@@ -203,7 +208,8 @@ def _attend_on_gpu(q, k, v, w, beta, log_forget, scale, cu_seqlens, return_keys)
     from seqmix.kernels.path.aligned import aligned_keys
     from seqmix.kernels.path.forward import forward
 
-    _check_kernels(q, v, w)
+    if not _has_kernels(q, v, w, False):
+        _refuse(q, v, w)
     q, k, v, w, beta, log_forget = _contiguous(q, k, v, w, beta, log_forget)
     with exactly(q), on_device(q):
         y, lse = forward(q, k, v, w, beta, log_forget, scale, cu_seqlens)
@@ -222,33 +228,71 @@ def _backward_on_gpu(dy, q, k, v, w, beta, log_forget, y, lse, scale, cu_seqlens
     return [x.to(like.dtype) for x, like in zip(found, tensors, strict=True)]
 
 
-def _unserved(q: Tensor, v: Tensor, w: Tensor) -> str | None:
-    """What runs by default where the kernels do not serve the sizes; None where they do."""
-    return None if _has_kernels(q, v, w) else "torch"
+class Sizes(NamedTuple):
+    """Head sizes K and V that compiled kernels serve: up to what fits into shared memory."""
+
+    low: int
+    forward: int
+    backward: int
 
 
-# Head sizes that the compiled kernels serve: up to what fits into shared memory. Below 33, float16
-# and float32 are left out: compiled for sm_90 by Triton 3.6, the float16 backward reads out of
-# bounds there, and bfloat16, the same code, does not.
-SERVED = {torch.bfloat16: (1, 128), torch.float16: (33, 128), torch.float32: (33, 64)}
+# Below 33, float16 and float32 are left out: compiled for sm_90 by Triton 3.6, the float16 backward
+# reads out of bounds there, and bfloat16, the same code, does not.
+SERVED = {
+    torch.bfloat16: Sizes(1, 128, 128),
+    torch.float16: Sizes(33, 128, 128),
+    torch.float32: Sizes(33, 64, 64),
+}
+DECODED = {torch.bfloat16: 256, torch.float16: 256, torch.float32: 128}  # by ops/path_cache.py
 
 
-def _has_kernels(q: Tensor, v: Tensor, w: Tensor | None) -> bool:
+def served() -> list[dict[str, str]]:
+    """The head sizes that compiled kernels serve, one row a dtype; elsewhere "torch" runs."""
+    return [
+        {
+            "dtype": _name(dtype),
+            "forward": f"{sizes.low} to {sizes.forward}",
+            "with gradients": f"{sizes.low} to {sizes.backward}",
+            "decoding": f"1 to {DECODED[dtype]}",
+        }
+        for dtype, sizes in SERVED.items()
+    ]
+
+
+def resolve(
+    impl: str | None, q: Tensor, v: Tensor, w: Tensor | None, differentiated: bool = False
+) -> str:
+    """The implementation to run; by default "torch" where no kernels serve the sizes."""
+    served = _has_kernels(q, v, w, differentiated)
+    impl = choose("path_attention", impl or (None if served else "torch"), q)
+    if impl == "triton" and not served:
+        _refuse(q, v, w)
+    return impl
+
+
+def _has_kernels(q: Tensor, v: Tensor, w: Tensor | None, backward: bool) -> bool:
     """Whether the Triton kernels serve these arguments."""
-    low, high = SERVED.get(q.dtype, (1, 0))
-    low = low if q.device.type == "cuda" else 1
-    sizes = q.shape[3], v.shape[3]
-    return low <= min(sizes) and max(sizes) <= high and w is not None
+    if w is None or q.dtype not in SERVED:
+        return False
+    sizes = SERVED[q.dtype] if q.device.type == "cuda" else Sizes(1, 256, 256)
+    low, high = min(q.shape[3], v.shape[3]), max(q.shape[3], v.shape[3])
+    return sizes.low <= low and high <= (sizes.backward if backward else sizes.forward)
 
 
-def _check_kernels(q: Tensor, v: Tensor, w: Tensor | None) -> None:
-    if not _has_kernels(q, v, w):
-        raise NotImplementedError(
-            "path_attention: impl='triton' takes head sizes up to 128 in bfloat16, 33 to 128 in "
-            f"float16 and 33 to 64 in float32, got {q.shape[3]} and {v.shape[3]} in "
-            f"{str(q.dtype).removeprefix('torch.')}{'' if w is not None else ' without w'}; "
-            "use impl='torch'"
-        )
+def _refuse(q: Tensor, v: Tensor, w: Tensor | None) -> NoReturn:
+    served = (
+        f"{low} to {forward} ({backward} with gradients) in {_name(dtype)}"
+        for dtype, (low, forward, backward) in SERVED.items()
+    )
+    raise NotImplementedError(
+        f"path_attention: impl='triton' takes head sizes {', '.join(served)}, got {q.shape[3]} and "
+        f"{v.shape[3]} in {_name(q.dtype)}{'' if w is not None else ' without w'}; "
+        "use impl='torch'"
+    )
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _save(ctx, inputs: tuple, output: tuple) -> None:

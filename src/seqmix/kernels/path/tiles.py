@@ -78,6 +78,13 @@ def prepare_tile(padded: int, dtype: torch.dtype) -> Tile:
     return Tile(stages=1, registers=168 if padded <= 64 and dtype != torch.float32 else None)
 
 
+def decode_tile(rows: int, padded: int, dtype: torch.dtype) -> Tile:
+    """The tile of the kernel that reads folded keys for `rows` queries."""
+    if dtype == torch.float32 or padded > 128:
+        return Tile(keys=32)
+    return Tile(keys=64, warps=2, stages=3) if rows == 16 else Tile(keys=64)
+
+
 def sizes(longest: int) -> tuple[int, int, int]:
     """Tokens of the three segment levels for documents of at most `longest` tokens."""
     top = 1024 if longest <= 4096 else 2048
