@@ -38,7 +38,7 @@ def path_pairs_back_kernel(
     vtype: tl.constexpr = v.dtype.element_ty
     itype: tl.constexpr = dinner.dtype.element_ty
     WIDTH: tl.constexpr = P if P > 64 else 64
-    WIDE: tl.constexpr = dtype == tl.float32
+    WIDE: tl.constexpr = dtype == tl.float32 or P > 128
     side = tl.arange(0, 64)
     channel = tl.arange(0, P)
     value = tl.arange(0, PV)
@@ -71,8 +71,8 @@ def path_pairs_back_kernel(
         dl = tl.load(delta + line)
         if WIDE:
             tl.debug_barrier()
-            kk = tl.load(k + place * K + channel[None, :], mask=living, other=0.0)
-            ww = tl.load(w + place * K + channel[None, :], mask=living, other=0.0)
+            kk = tl.load(k + place * K + channel[None, :], mask=living, other=0.0).to(dtype)
+            ww = tl.load(w + place * K + channel[None, :], mask=living, other=0.0).to(dtype)
             ue = tl.load(corner + slot * 4096 + side[:, None] * 64 + side[None, :])
         b = tl.where(causal, tl.dot(qh, tl.trans(ww), input_precision="tf32x3"), 0.0).to(dtype)
         s = tl.dot(qh, tl.trans(kk), input_precision="tf32x3") - top[:, None]
@@ -80,7 +80,7 @@ def path_pairs_back_kernel(
         if GATED:
             s -= tl.load(gates + line)[None, :]
         p = tl.where(causal, tl.exp2(s), 0.0)
-        if WIDE:  # operands of float32 are large: none stays in shared memory for long
+        if WIDE:  # large operands: none stays in shared memory for long
             tl.debug_barrier()
             vv = tl.load(v + place * V + value[None, :], mask=giving, other=0.0)
             dd = tl.load(outer + line[:, None] * PV + value[None, :])
@@ -119,8 +119,8 @@ def path_pairs_back_kernel(
         tl.store(wide + 2 * 64 * WIDTH, dww.to(itype))
         if WIDE:
             tl.debug_barrier()
-            kk = tl.load(k + place * K + channel[None, :], mask=living, other=0.0)
-            ww = tl.load(w + place * K + channel[None, :], mask=living, other=0.0)
+            kk = tl.load(k + place * K + channel[None, :], mask=living, other=0.0).to(dtype)
+            ww = tl.load(w + place * K + channel[None, :], mask=living, other=0.0).to(dtype)
         dqq = tl.dot(dsh, kk, dqq, input_precision="tf32x3")
         dqq += tl.dot(dbh, ww, input_precision="tf32x3") * factor
         dqq *= scale * 0.6931471805599453 / gs
