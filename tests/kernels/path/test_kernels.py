@@ -59,6 +59,11 @@ def test_sizes_that_are_no_powers_of_two(dtype):
     check(arguments(1, 140, 2, 1, 20, 12, dtype))
 
 
+@pytest.mark.parametrize("offsets", [None, [0, 0, 200, 330]])
+def test_more_than_128_channels(offsets):
+    check(arguments(1, 330, 1, 1, 130, 20), offsets)
+
+
 def test_documents_are_apart_and_the_tail_is_zero():
     offsets = [0, 0, 3, 200, 201, 201, 410]
     y, gradients = check(arguments(1, 420, 1, 1, 16, 16), offsets)
