@@ -5,13 +5,15 @@ float16 and bfloat16 is what plain attention in that dtype shows; float32 sums o
 products err by a few 1e-7.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from seqmix.kernels.path.aligned import aligned_keys
 from seqmix.kernels.path.backward import backward
 from seqmix.kernels.path.forward import forward
-from seqmix.kernels.path.tiles import sizes
+from seqmix.kernels.path.tiles import Tile, backward_tiles, sizes
 from seqmix.ops import path_attention as path_attention_op
 from seqmix.reference.path import path_attention
 from tests.kernels.path.cases import DEVICE, NAMES, arguments, definition, error
@@ -20,13 +22,13 @@ LEVELS = (64, 128, 256)  # small segments: all levels meet in a few hundred toke
 LIMIT = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 8e-3}
 
 
-def check(tokens, offsets=None, levels=LEVELS):
+def check(tokens, offsets=None, levels=LEVELS, tiles=None):
     q, v = tokens[0], tokens[2]
     scale = q.shape[-1] ** -0.5
     cu_seqlens = None if offsets is None else torch.tensor(offsets, device=DEVICE)
     dy = torch.randn(*q.shape[:3], v.shape[3], device=DEVICE).to(q.dtype)
     y, lse = forward(*tokens, scale, cu_seqlens, levels=levels)
-    got = backward(dy, *tokens, y, lse, scale, cu_seqlens, levels=levels)
+    got = backward(dy, *tokens, y, lse, scale, cu_seqlens, tiles, levels)
     want_y, want = definition(tokens, dy, scale, offsets)
     assert error(y, want_y) < LIMIT[q.dtype]
     for name, a, b in zip(NAMES, got, want, strict=True):
@@ -69,6 +71,13 @@ def test_documents_are_apart_and_the_tail_is_zero():
     y, gradients = check(arguments(1, 420, 1, 1, 16, 16), offsets)
     for x in (y, *gradients):
         assert not x[:, 410:].any()
+
+
+@pytest.mark.parametrize("offsets", [None, [0, 70, 330, 390]])
+def test_queries_in_two_passes(offsets):
+    few = backward_tiles(16, torch.float32, torch.device(DEVICE))
+    tiles = replace(few, dq=(Tile(128, 32), Tile(64, 32)))
+    check(arguments(1, 390, 2, 1, 16, 16), offsets, tiles=tiles)
 
 
 @pytest.mark.parametrize("beta", [0.0, 1.0, 2.0])

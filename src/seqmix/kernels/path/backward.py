@@ -77,21 +77,23 @@ def backward(
     slots = S1 // 64 + S2 // S1 - 2 + max(0, -(-docs.row // S2) - 1)
     partial = torch.empty(len(owners), H, max(slots, 1), P, P, **wide)
     dgates = torch.empty(H, lines, **wide) if gated else None
-    path_dq_kernel[(len(owners) * H,)](
-        v, outer, total, gates, factor, made.keys, made.transitions, spans.products, queries,
-        row_max, delta, dleft, partial, dgates, owners.table, docs.offsets, made.first,
-        spans.base, owners.first, *shape, slots, V=V, P=P, PV=PV, S1=S1, S2=S2, C=tiles.dq.keys,
-        HEADS=math.gcd(H, tiles.dq.heads), GATED=gated, **tiles.dq.launch,
-    )  # fmt: skip
+    last = len(tiles.dq) - 1
+    for i, tile in enumerate(tiles.dq):
+        path_dq_kernel[(len(owners) * H,)](
+            v, outer, total, gates, factor, made.keys, made.transitions, spans.products, queries,
+            row_max, delta, dleft, partial, dgates, owners.table, docs.offsets, made.first,
+            spans.base, owners.first, *shape, slots, V=V, P=P, PV=PV, S1=S1, S2=S2, M=tile.block,
+            C=tile.keys, FAR=i == 0, NEAR=i == last, HEADS=math.gcd(H, tile.heads), GATED=gated,
+            **tile.launch,
+        )  # fmt: skip
 
     dkeys = torch.empty(3, G, docs.tokens, P, **wide)
     dvalues = torch.empty(G, docs.tokens, PV, **wide)
     path_dkv_kernel[(len(blocks) * G,)](
         v, outer, total, gates, factor, made.keys, made.transitions, spans.products, queries,
         row_max, delta, dkeys, dvalues, dgates, blocks.table, docs.offsets, made.first,
-        spans.base, *shape, V=V, P=P, PV=PV, S1=S1, S2=S2,
-        HEADS=math.gcd(G, tiles.dkv.heads), TURNED=tiles.dkv.turned, GATED=gated,
-        **tiles.dkv.launch,
+        spans.base, *shape, V=V, P=P, PV=PV, S1=S1, S2=S2, C=tiles.dkv.keys,
+        HEADS=math.gcd(G, tiles.dkv.heads), GATED=gated, **tiles.dkv.launch,
     )  # fmt: skip
 
     dtransitions = torch.empty(made.transitions.shape, **wide)

@@ -90,15 +90,17 @@ def path_dq_kernel(
     dleft, partial, dgates, table, offsets, first, base, owners,
     tokens, row, lines, N, H, G, slots,
     V: tl.constexpr, P: tl.constexpr, PV: tl.constexpr,
-    S1: tl.constexpr, S2: tl.constexpr, C: tl.constexpr, HEADS: tl.constexpr,
-    GATED: tl.constexpr,
+    S1: tl.constexpr, S2: tl.constexpr, M: tl.constexpr, C: tl.constexpr,
+    FAR: tl.constexpr, NEAR: tl.constexpr, HEADS: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
     """dleft [H, lines, P], the gradient of queries at their block's left edge, and parts of dF.
 
-    Grid (segments of S1 * H). One program: the S1 queries of one segment and head, 64 at a time,
+    Grid (segments of S1 * H). One program: the S1 queries of one segment and head, M at a time,
     walking right from the document's first token: cross, dq <- dq F with dF += dq^T q, then read,
-    dq += ds K, over the largest segments. Keeps its dF in its own `partial` [slots, P, P] float32
-    (plain stores: deterministic). dgates [H, lines]: row sums of ds, if gated.
+    dq += ds K, over the largest segments. FAR: up to the queries' own segment of S1; NEAR, with
+    M = 64: from there to their block, going on from what FAR left. Keeps its dF in its own
+    `partial` [slots, P, P] float32 (plain stores: deterministic). dgates [H, lines]: row sums of
+    ds, if gated.
     """
     grid = tl.num_programs(0) // H * HEADS
     entry = tl.program_id(0) % grid // HEADS
@@ -110,32 +112,53 @@ def path_dq_kernel(
     owner = tl.load(table + 2 * entry + 1)
     start = owner * S1
     begin = tl.load(offsets + document)
-    end = tl.load(offsets + document + 1)
+    length = (tl.load(offsets + document + 1) - begin).to(tl.int32)
     dtype: tl.constexpr = keys.dtype.element_ty
-    side = tl.arange(0, 64)
+    side = tl.arange(0, M)
     lane = tl.arange(0, C)
     channel = tl.arange(0, P)
     value = tl.arange(0, PV)
     whole = channel[:, None] * P + channel[None, :]
+    tall = side[:, None] * P + channel[None, :]
+    column = tl.arange(0, 64)[None, :]
+    COPIES: tl.constexpr = 16 if P <= 64 else 1  # of sums, by columns
+    ones = tl.full([C, COPIES], 1.0, dtype)
     gs = tl.load(scaling)
     far_steps = start // S2
     steps = far_steps + start % S2 // S1
     partial += ((tl.load(owners + document) + owner).to(tl.int64) * H + h) * slots * P * P
+    head_line = h * lines + tl.load(first + document) * 64
     if GATED:
         gate += (begin // row * H + h) * row - begin // row * row + begin
-        gates += h * lines + tl.load(first + document) * 64
+        gates += head_line
         here = tl.load(gate + start // S2 * S2)
 
-    for tile in range(tl.minimum(S1, (end - begin).to(tl.int32) - start + 63) // 64):
-        edge0 = start + tile * 64
-        line = h * lines + tl.load(first + document) * 64 + edge0 + side
-        dd = tl.load(outer + line[:, None] * PV + value[None, :])
-        top = tl.load(row_max + line)
-        dl = tl.load(delta + line)
-        dq = tl.zeros([64, P], tl.float32)
-        sums = tl.zeros([64], tl.float32)
-        position = 0
-        for step in range(steps + tile):
+    for tile in range(tl.cdiv(tl.minimum(S1, length - start), M)):
+        edge0 = start + tile * M
+        line = head_line + tl.multiple_of(edge0, 64)
+        alive = edge0 + side < tl.cdiv(length, 64) * 64
+        moved = (dleft + line * P).to(tl.pointer_type(dtype))
+        living = alive[:, None] & (channel >= 0)[None, :]
+        dd = tl.load(
+            outer + line * PV + side[:, None] * PV + value[None, :],
+            mask=alive[:, None], other=0.0,
+        )  # fmt: skip
+        top = tl.load(row_max + line + side, mask=alive, other=float("inf"))
+        dl = tl.load(delta + line + side, mask=alive, other=0.0)
+        sums = tl.zeros([M, COPIES], tl.float32)
+        if FAR:
+            dq = tl.zeros([M, P], tl.float32)
+            begin_step = 0
+            position = 0
+        else:
+            dq = tl.load(dleft + line * P + tall, mask=living, other=0.0)
+            tl.debug_barrier()
+            if GATED:
+                sums += tl.load(dgates + line + side, mask=alive, other=0.0)[:, None]
+            begin_step = steps
+            position = start
+        end_step = steps + tile if NEAR else steps
+        for step in range(begin_step, end_step):
             far = step < far_steps
             middle = step < steps
             size = tl.where(far, S2, tl.where(middle, S1, 64))
@@ -143,35 +166,51 @@ def path_dq_kernel(
             edge = tl.where(far, start // S2 * S2, tl.where(middle, start, edge0))
             cross = position > 0
             behind = position + size < edge
-            # All loads of the step before their first use.
-            place = (level.to(tl.int64) * H * lines + line)[:, None] * P + channel[None, :]
-            qh = tl.load(queries + place)
             siblings = tl.where(far, 1 << 20, tl.where(middle, S2 // S1, S1 // 64))
             i = (position // size + 1) % siblings
             j = edge // size % siblings
             parent = (edge // size // siblings).to(tl.int64)
             slot = tl.load(base + level * N + document) + j * (j - 1) // 2 + i
             slot += parent * (siblings.to(tl.int64) * (siblings + 1) // 2)
+            # First all loads, if registers suffice.
             c = tl.load(
                 spans + (slot * G + g) * P * P + whole, mask=(whole >= 0) & behind, other=0.0
             )
+            qh = queries + (level.to(tl.int64) * H * lines + line) * P + tall
+            qh = tl.load(qh, mask=living, other=0.0)
             slot = (tl.load(first + level * N + document) + position // size).to(tl.int64)
-            x = tl.load(
-                transitions + (slot * G + g) * P * P + whole, mask=(whole >= 0) & cross, other=0.0
-            )
+            xp = transitions + (slot * G + g) * P * P + whole
             part = tl.where(
                 far,
                 S1 // 64 + S2 // S1 - 2 + step,
                 tl.where(middle, S1 // 64 - 1 + step - far_steps, step - steps),
             )
             again = cross & (tile > tl.where(middle, 0, step - steps + 1))
-            out = partial + part * P * P + whole
-            old = tl.load(out, mask=(whole >= 0) & again, other=0.0)
+            out = partial + part * P * P
             # No branches around products: they would serialise all of them.
-            qh = tl.dot(qh, tl.trans(c), qh.to(tl.float32), input_precision="tf32x3").to(dtype)
-            dqh, factor = scaled(dq, dtype)
-            crossed = tl.dot(tl.trans(dqh), qh, input_precision="tf32x3") * factor
-            tl.store(out, crossed + old, mask=(whole >= 0) & cross)
+            if P <= 64:
+                x = tl.load(xp, mask=(whole >= 0) & cross, other=0.0)
+                old = tl.load(out + whole, mask=(whole >= 0) & again, other=0.0)
+                qh = tl.dot(qh, tl.trans(c), qh.to(tl.float32), input_precision="tf32x3").to(dtype)
+                dqh, factor = scaled(dq, dtype)
+                old += tl.dot(tl.trans(dqh), qh, input_precision="tf32x3") * factor
+                tl.store(out + whole, old, mask=(whole >= 0) & cross)
+            else:
+                qh = tl.dot(qh, tl.trans(c), qh.to(tl.float32), input_precision="tf32x3").to(dtype)
+                tl.store(moved + tall, qh, mask=living)
+                tl.debug_barrier()
+                dqh, factor = scaled(dq, dtype)
+                for half in tl.static_range(P // 64):
+                    place = out + channel[:, None] * P + half * 64 + column
+                    qs = moved + side[:, None] * P + half * 64 + column
+                    qs = tl.load(qs, mask=alive[:, None], other=0.0)
+                    old = tl.load(place, mask=(column >= 0) & again, other=0.0)
+                    old += tl.dot(tl.trans(dqh), qs, input_precision="tf32x3") * factor
+                    tl.store(place, old, mask=(column >= 0) & cross)
+                tl.debug_barrier()
+                x = tl.load(xp, mask=(whole >= 0) & cross, other=0.0)
+                # Through memory: as an operand loaded it lies in shared memory, not in registers.
+                qh = tl.load(moved + tall, mask=living, other=0.0)
             dq += tl.dot(dqh, x, input_precision="tf32x3") * factor
             kp = keys + ((level * G + g) * tokens + begin + position) * P
             vp = v + ((begin + position) * G + g) * V
@@ -191,10 +230,13 @@ def path_dq_kernel(
                 dp = tl.dot(dd, tl.trans(vv), input_precision="tf32x3")
                 ds = tl.exp2(s) * (dp * gs - dl[:, None])
                 if GATED:
-                    sums += tl.sum(ds, 1)
+                    if COPIES > 1:  # by a product: cheaper than additions and shuffles
+                        sums = tl.dot(ds.to(dtype), ones, sums, input_precision="tf32x3")
+                    else:
+                        sums += tl.sum(ds, 1, keep_dims=True)
                 dq = tl.dot(ds.to(dtype), kk, dq, input_precision="tf32x3")
             position += size
 
-        tl.store(dleft + line[:, None] * P + channel[None, :], dq)
+        tl.store(dleft + line * P + tall, dq, mask=living)
         if GATED:
-            tl.store(dgates + line, sums)
+            tl.store(dgates + line + side, tl.max(sums, 1), mask=alive)  # columns are the same

@@ -1,8 +1,7 @@
 """Tile sizes and launch options per GPU class and head size: the committed result of tuning.
 
 `block`: query rows of a program; `keys`: keys of a tile; `sizes`: tokens of the three segment
-levels; `heads`: heads whose tiles are interleaved in the grid, longest first;
-`turned`: in the dkv kernel, logits have queries along rows.
+levels; `heads`: heads whose tiles are interleaved in the grid, longest first.
 Unknown GPUs take the safe default: small tiles, no register cap.
 """
 
@@ -23,7 +22,6 @@ class Tile:
     stages: int = 2
     registers: int | None = None
     heads: int = 8
-    turned: bool = False
 
     @property
     def launch(self) -> dict[str, int]:
@@ -50,10 +48,13 @@ def forward_tile(padded: int, dtype: torch.dtype, device: torch.device) -> Tile:
 
 @dataclass(frozen=True)
 class Backward:
-    """The kernels of the backward pass."""
+    """The kernels of the backward pass; dq: all levels at once, or levels 2 and 1, then 0.
+
+    In the dkv kernel `keys` counts queries.
+    """
 
     queries: Tile
-    dq: Tile
+    dq: tuple[Tile, ...]
     dkv: Tile
     move: Tile
     pairs: Tile
@@ -65,11 +66,16 @@ def backward_tiles(padded: int, dtype: torch.dtype, device: torch.device) -> Bac
     warps = 4 if padded <= 64 else 8
     few = Tile(warps=warps, stages=1)
     if dtype == torch.float32:
-        return Backward(few, replace(few, keys=32), few, few, few, few)
-    dq = Tile(keys=64 if padded <= 128 else 32, warps=warps, stages=3, heads=16)
-    dkv = Tile(warps=4 if padded <= 128 else 8, stages=3, turned=True)
+        return Backward(few, (replace(few, keys=32),), few, few, few, few)
     if padded <= 64:
-        return Backward(replace(few, registers=128), dq, dkv, few, replace(few, registers=168), few)
+        dq, dkv = Tile(stages=3, heads=16), Tile(stages=3)
+        solve = replace(few, registers=168)
+        return Backward(replace(few, registers=128), (dq,), dkv, few, solve, few)
+    if padded > 128:
+        one = replace(few, keys=32)
+        return Backward(few, (one,), one, few, few, few)
+    dq = Tile(128, 64, 8, 3, heads=8), Tile(64, 32, 4, 1, heads=16)
+    dkv = Tile(64, 32, 4, 3, heads=2)
     return Backward(Tile(warps=4, stages=1), dq, dkv, few, few, few)
 
 
