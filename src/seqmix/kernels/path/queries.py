@@ -148,17 +148,13 @@ def path_dq_kernel(
         sums = tl.zeros([M, COPIES], tl.float32)
         if FAR:
             dq = tl.zeros([M, P], tl.float32)
-            begin_step = 0
-            position = 0
         else:
             dq = tl.load(dleft + line * P + tall, mask=living, other=0.0)
             tl.debug_barrier()
             if GATED:
                 sums += tl.load(dgates + line + side, mask=alive, other=0.0)[:, None]
-            begin_step = steps
-            position = start
-        end_step = steps + tile if NEAR else steps
-        for step in range(begin_step, end_step):
+        position = 0 if FAR else start
+        for step in range(0 if FAR else steps, steps + tile if NEAR else steps):
             far = step < far_steps
             middle = step < steps
             size = tl.where(far, S2, tl.where(middle, S1, 64))
@@ -180,11 +176,8 @@ def path_dq_kernel(
             qh = tl.load(qh, mask=living, other=0.0)
             slot = (tl.load(first + level * N + document) + position // size).to(tl.int64)
             xp = transitions + (slot * G + g) * P * P + whole
-            part = tl.where(
-                far,
-                S1 // 64 + S2 // S1 - 2 + step,
-                tl.where(middle, S1 // 64 - 1 + step - far_steps, step - steps),
-            )
+            part = tl.where(middle, S1 // 64 - 1 + step - far_steps, step - steps)
+            part = tl.where(far, S1 // 64 + S2 // S1 - 2 + step, part)
             again = cross & (tile > tl.where(middle, 0, step - steps + 1))
             out = partial + part * P * P
             # No branches around products: they would serialise all of them.
