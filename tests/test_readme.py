@@ -1,5 +1,6 @@
 """What the documents say is true: their examples run, their files exist, their numbers come out."""
 
+import json
 import re
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 from torch.nn.functional import normalize
 
+from seqmix.bench.tables import update
 from seqmix.ops import lattice
 
 ROOT = Path(__file__).parents[1]
@@ -35,6 +37,14 @@ def test_links_and_paths_lead_somewhere(page):
         assert (page.parent / target).exists(), target
     for path in re.findall(r"`((?:src|tests|docs|recipes|data)/[\w./*-]+)`", text):
         assert list(ROOT.glob(path)), path
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_tables_of_measurements_are_those_of_the_results(page):
+    text = page.read_text()
+    for suite in {match[1] for match in re.finditer(r"<!-- (\w+): ", text)}:
+        result = json.loads((ROOT / f"benchmarks/results/{suite}.json").read_text())
+        assert update(text, suite, result) == text
 
 
 def test_the_errors_of_sweeps_are_as_printed():

@@ -103,18 +103,28 @@ def _using_commands(commands: Any) -> None:
     sub.add_argument("--seed", type=int, default=0)
     sub.add_argument("--out", help="JSON file to write")
 
-    sub = _command(commands, _bench, "time operations against scaled dot-product attention")
-    sub.add_argument("operations", nargs="*", metavar="OP", help="which (default: all)")
-    for name, default in (("batch", 2), ("length", 1024), ("heads", 4), ("size", 32)):
-        sub.add_argument(f"--{name}", type=int, default=default)
-    sub.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
-    sub.add_argument("--device", help="cpu or cuda (default: a GPU if there is one)")
-    sub.add_argument("--threads", type=int, help="processor threads (default: all cores)")
-    sub.add_argument("--impl", choices=["reference", "torch", "triton"])
-    sub.add_argument("--out", help="JSON file to write")
+    _bench_command(commands)
 
     sub = _command(commands, _doctor, "versions, devices, and which implementations run here")
     sub.add_argument("--out", help="JSON file to write")
+
+
+def _bench_command(commands: Any) -> None:
+    sub = _command(commands, _bench, "time operations against scaled dot-product attention")
+    sub.add_argument("operations", nargs="*", metavar="OP", help="which (default: all)")
+    sizes = sub.add_argument_group("one shape: a table of all OPs at it")
+    for name, default in (("batch", 2), ("length", 1024), ("heads", 4), ("size", 32)):
+        sizes.add_argument(f"--{name}", type=int, help=f"default: {default}")
+    sizes.add_argument("--dtype", choices=["float32", "bfloat16", "float16"])
+    sizes.add_argument("--device", help="cpu or cuda (default: a GPU if there is one)")
+    sizes.add_argument("--threads", type=int, help="processor threads (default: all cores)")
+    sizes.add_argument("--impl", choices=["reference", "torch", "triton"])
+    suite = sub.add_argument_group("none of these: `bench path` measures many shapes on a GPU")
+    suite.add_argument("--peers", action="store_true", help="with FLA's kernels: seqmix[peers]")
+    suite.add_argument("--seconds", type=float, default=400.0, help="stop after about so long")
+    suite.add_argument("--tune", action="store_true", help="refresh this GPU's table of tiles")
+    suite.add_argument("--commit", help="commit of this source, where git cannot tell")
+    sub.add_argument("--out", help="JSON file to write; of many shapes, with a figure beside it")
 
 
 def _command(
@@ -224,21 +234,38 @@ def _generate(arguments: argparse.Namespace, _: list[str]) -> None:
 
 
 def _bench(arguments: argparse.Namespace, _: list[str]) -> None:
+    names = ("batch", "length", "heads", "size", "dtype", "device", "threads", "impl")
+    given = {name: getattr(arguments, name) for name in names}
+    given = {name: value for name, value in given.items() if value is not None}
+    from seqmix.bench.suite import SUITES, measure
+    from seqmix.bench.tables import figure
+
+    if not given and len(arguments.operations) == 1 and arguments.operations[0] in SUITES:
+        options = {name: getattr(arguments, name) for name in ("peers", "seconds", "tune")}
+        results = measure(*arguments.operations, **options)
+        results["commit"] = arguments.commit or results["commit"]
+        if arguments.out and not arguments.tune:
+            figure(results, Path(arguments.out).with_suffix(".svg"))
+    else:
+        results = _bench_table(arguments.operations, given)
+    _write(arguments.out, results)
+    print(json.dumps(results))
+
+
+def _bench_table(operations: list[str], given: dict[str, Any]) -> dict[str, Any]:
     import torch
 
     from seqmix.bench.ops import Shape, measure
 
-    if arguments.threads is not None:
-        if arguments.threads < 1:
-            raise ValueError(f"threads must be at least 1, got {arguments.threads}")
-        torch.set_num_threads(arguments.threads)
-    device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    names = ("batch", "length", "heads", "size", "dtype")
-    shape = Shape(**{name: getattr(arguments, name) for name in names}, device=device)
-    results = measure(arguments.operations, shape, arguments.impl)
+    threads, impl = given.pop("threads", None), given.pop("impl", None)
+    if threads is not None:
+        if threads < 1:
+            raise ValueError(f"threads must be at least 1, got {threads}")
+        torch.set_num_threads(threads)
+    given.setdefault("device", "cuda" if torch.cuda.is_available() else "cpu")
+    results = measure(operations, Shape(**given), impl)
     _print_table(results["rows"])
-    _write(arguments.out, results)
-    print(json.dumps(results))
+    return results
 
 
 def _doctor(arguments: argparse.Namespace, _: list[str]) -> None:

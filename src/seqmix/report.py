@@ -19,7 +19,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 # People read stdout; progress goes to stderr, so that results can be piped.
 console = Console(stderr=True)
 
-VERSIONS = ("seqmix", "torch", "triton", "transformers", "accelerate", "tokenizers", "datasets")
+VERSIONS = (
+    "seqmix", "torch", "triton", "transformers", "accelerate", "tokenizers", "datasets",
+    "flash-linear-attention",
+)  # fmt: skip
 
 
 def provenance() -> dict[str, Any]:
