@@ -84,6 +84,12 @@ def test_what_is_wrong_is_not_timed(capsys):
     work = Workload("shapes", {"T": 2}, lambda: cases, "a", lambda: {"y": torch.nan}, ("path",))
     assert "wrong" in measured(work).rows[-1]["note"]
 
+    def unserved():
+        raise NotImplementedError("not here")
+
+    work = Workload("shapes", {"T": 2}, lambda: cases, "a", unserved, ("path",))
+    assert measured(work).rows[-1]["note"] == "not here"
+
 
 def test_what_the_time_does_not_allow_is_reported(capsys):
     run = measured(small((1, 80, 2, 1, 16)), seconds=-1)
