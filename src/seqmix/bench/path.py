@@ -10,6 +10,7 @@ and 128 only.
 from collections.abc import Callable, Iterator
 from functools import partial
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +19,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from seqmix.bench.suite import Case, Workload
 from seqmix.bench.tables import Goal, Goals, Table, launched, memory, microseconds, time
+from seqmix.bench.timing import GpuTimer, time_interleaved
+from seqmix.bench.tune import Problem, tune_tiles
 from seqmix.ops import path_attention
 
 SHAPES = (  # B, T, H, G, d
@@ -240,6 +243,29 @@ def check_decoding(
         error = ((got.double() - wanted).norm() / wanted.norm()).item()
         found["y"] = max(error, found.get("y", 0.0))
     return found
+
+
+# ---------------------------------------------------------------------------------------- tiles
+
+
+def tune(sizes: tuple[int, ...] = (64, 128)) -> dict[str, Any]:
+    """Return the table of tiles with this class of GPU tuned at two head sizes."""
+    from seqmix.kernels.path import tiles
+
+    device, dtype = torch.device("cuda"), torch.bfloat16
+    timer = GpuTimer()
+    for d in sizes:
+        print(f"{tiles.gpu_class(device)}, heads of {d}", flush=True)
+        x = [t.requires_grad_() for t in inputs(2, 4096, 16, 16, d)]
+        dy = torch.randn_like(x[0])
+        problem = Problem(
+            use=partial(tiles.use, d, device),
+            error=lambda d=d: max(check(2, 1, d, "cuda").values()),
+            run=lambda x=x, dy=dy: torch.autograd.grad(_attend(*x), x, dy),
+            timed=partial(time_interleaved, rounds=9, warmup=1, once=timer.queued),
+        )
+        tune_tiles(tiles.all_tiles(d, dtype, device), problem)
+    return tiles.TABLE
 
 
 # ------------------------------------------------------------------------------------ documents

@@ -234,7 +234,7 @@ def prepare(
     path_prepare_kernel[(blocks * G,)](
         k, w, beta, made.keys, made.transitions, made.corner, made.solved, made.inverse,
         levels[0].table, docs.offsets, made.first, docs.tokens, G,
-        K=K, P=P, STORE_INVERSE=inverse, **(tile or prepare_tile(P, k.dtype)).launch,
+        K=K, P=P, STORE_INVERSE=inverse, **(tile or prepare_tile(P, k.dtype, k.device)).launch,
     )  # fmt: skip
     columns = min(P, 64)
     for level in range(1, len(sizes)):

@@ -2,12 +2,22 @@
 
 `block`: query rows of a program; `keys`: keys of a tile; `sizes`: tokens of the three segment
 levels; `heads`: heads whose tiles are interleaved in the grid, longest first.
-Unknown GPUs take the safe default: small tiles, no register cap.
+tiles.json is what `seqmix bench path --tune` found on a class of GPU (class -> padded head size ->
+kernel -> options); it comes first. Unknown GPUs take the safe default: small tiles, no cap.
 """
 
-from dataclasses import dataclass, replace
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields, replace
+from functools import wraps
+from pathlib import Path
+from typing import Any
 
 import torch
+
+TABLE: dict[str, dict[str, dict[str, dict[str, Any]]]] = json.loads(
+    Path(__file__).with_name("tiles.json").read_text()
+)
 
 LONGEST_TABLE = 32  # segments of the largest size in a document: bounds tables quadratic in it
 
@@ -30,6 +40,36 @@ class Tile:
         return options | ({} if self.registers is None else {"maxnreg": self.registers})
 
 
+def gpu_class(device: torch.device) -> str:
+    """The key of a GPU in TABLE: its architecture."""
+    if device.type != "cuda":
+        return device.type
+    return "sm_{}{}".format(*torch.cuda.get_device_capability(device))
+
+
+def from_table(kernel: str | None = None) -> Callable[[Callable], Callable]:
+    """Let TABLE come before what a function chooses: a tile of `kernel`, or a tile a field.
+
+    Not for float32, whose operands are twice as large.
+    """
+
+    def decorate(choose: Callable) -> Callable:
+        @wraps(choose)
+        def chosen(padded: int, dtype: torch.dtype, device: torch.device) -> Any:
+            tiles = choose(padded, dtype, device)
+            table = TABLE.get(gpu_class(device), {}).get(str(max(64, padded)), {})
+            if dtype == torch.float32 or not table:
+                return tiles
+            if kernel is not None:
+                return Tile(**table[kernel]) if kernel in table else tiles
+            names = [f.name for f in fields(tiles) if f.name in table]
+            return replace(tiles, **{name: Tile(**table[name]) for name in names})
+
+        return chosen
+
+    return decorate
+
+
 HOPPER_FORWARD = {
     64: Tile(64, 64, 4, 3, 168, 16),
     128: Tile(128, 64, 8, 3, None, 8),
@@ -37,6 +77,7 @@ HOPPER_FORWARD = {
 }
 
 
+@from_table("forward")
 def forward_tile(padded: int, dtype: torch.dtype, device: torch.device) -> Tile:
     """The tile of the forward kernel for heads padded to `padded` channels."""
     if dtype == torch.float32:
@@ -61,6 +102,7 @@ class Backward:
     solve: Tile
 
 
+@from_table()
 def backward_tiles(padded: int, dtype: torch.dtype, device: torch.device) -> Backward:
     """The tiles of the backward kernels for heads padded to `padded` channels."""
     warps = 4 if padded <= 64 else 8
@@ -79,7 +121,8 @@ def backward_tiles(padded: int, dtype: torch.dtype, device: torch.device) -> Bac
     return Backward(Tile(warps=4, stages=1), dq, dkv, few, few, few)
 
 
-def prepare_tile(padded: int, dtype: torch.dtype) -> Tile:
+@from_table("prepare")
+def prepare_tile(padded: int, dtype: torch.dtype, device: torch.device) -> Tile:
     """The tile of the kernel that solves blocks."""
     return Tile(stages=1, registers=168 if padded <= 64 and dtype != torch.float32 else None)
 
@@ -89,6 +132,19 @@ def decode_tile(rows: int, padded: int, dtype: torch.dtype) -> Tile:
     if dtype == torch.float32 or padded > 128:
         return Tile(keys=32)
     return Tile(keys=64, warps=2, stages=3) if rows == 16 else Tile(keys=64)
+
+
+def all_tiles(padded: int, dtype: torch.dtype, device: torch.device) -> dict[str, Tile]:
+    """The tiles in use by kernel: what `use` takes."""
+    wanted = padded, dtype, device
+    single = {"prepare": prepare_tile(*wanted), "forward": forward_tile(*wanted)}
+    return single | vars(backward_tiles(*wanted))
+
+
+def use(padded: int, device: torch.device, tiles: dict[str, Tile]) -> None:
+    """Take these tiles from now on."""
+    table = TABLE.setdefault(gpu_class(device), {})
+    table[str(max(64, padded))] = {kernel: asdict(tile) for kernel, tile in tiles.items()}
 
 
 def sizes(longest: int) -> tuple[int, int, int]:
