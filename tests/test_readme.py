@@ -43,8 +43,9 @@ def test_links_and_paths_lead_somewhere(page):
 def test_tables_of_measurements_are_those_of_the_results(page):
     text = page.read_text()
     for suite in {match[1] for match in re.finditer(r"<!-- (\w+): ", text)}:
-        result = json.loads((ROOT / f"benchmarks/results/{suite}.json").read_text())
-        assert update(text, suite, result) == text
+        file = ROOT / f"benchmarks/results/{suite}.json"
+        if file.exists():
+            assert update(text, suite, json.loads(file.read_text())) == text
 
 
 def test_the_errors_of_sweeps_are_as_printed():

@@ -119,7 +119,7 @@ def rows(group="shapes", step="both", **shape):
 
 
 def test_tables_take_the_best_sdpa_and_keep_what_failed():
-    table = path.TABLES["summary"].markdown(rows() + rows(step="forward"))
+    table = path.TABLES["summary"].markdown({"rows": rows() + rows(step="forward")})
     assert table.splitlines() == [
         "| B, T, H, G, d | best SDPA | PaTH | PaTH-FoX | FLA PaTH |",
         "|---|---|---|---|---|",
@@ -127,7 +127,7 @@ def test_tables_take_the_best_sdpa_and_keep_what_failed():
     ]
     late = {"group": "shapes", "T": 1, "pass": "both", "name": "all"}
     late["note"] = "not measured: time is up"
-    table = path.TABLES["summary"].markdown([late])
+    table = path.TABLES["summary"].markdown({"rows": [late]})
     assert table.splitlines()[-1] == "| 1 |" + " time is up |" * 4
 
 
@@ -145,13 +145,22 @@ def test_documents_are_updated_between_their_marks():
 def test_goals_say_what_is_met_and_by_how_much_the_rest_is_missed():
     found = rows(T=2048, H=32, G=32)
     found += [{**found[2], "name": "path_fox", "gpu_ms": 5.0}]
-    lines = path.TABLES["goals"].markdown(found).splitlines()
+    lines = path.TABLES["goals"].markdown({"rows": found}).splitlines()
     assert "| forward + backward, heads of 64, T = 2,048 | 2.00 | 2.00 | met |" in lines
     assert (
         "| PaTH-FoX over PaTH, forward + backward, at worst | 1.10 | 1.25 | missed by 14% |"
         in lines
     )
     assert "| one decoded token, at worst | 1.10 | - |  |" in lines
+
+
+def test_the_source_says_what_measured():
+    versions = {"torch": "2.11.0", "triton": "3.6.0"}
+    result = {"suite": "path", "versions": versions, "machine": {"gpus": ["NVIDIA H200"]}}
+    result |= {"commit": "0123456789abcdef", "time": "2026-12-01T00:00:00Z"}
+    text = path.TABLES["source"].markdown(result)
+    assert "NVIDIA H200, torch 2.11.0, triton 3.6.0, 2026-12-01, commit 0123456789ab." in text
+    assert "(../benchmarks/results/path.json)" in text and "path.svg" in text
 
 
 def test_the_figure_is_drawn_the_same_twice(tmp_path):

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from seqmix.bench.suite import Case, Workload
-from seqmix.bench.tables import Goal, Goals, Table, launched, memory, microseconds, time
+from seqmix.bench.tables import Goal, Goals, Source, Table, launched, memory, microseconds, time
 from seqmix.bench.timing import GpuTimer, time_interleaved
 from seqmix.bench.tune import Problem, tune_tiles
 from seqmix.ops import path_attention
@@ -306,6 +306,7 @@ def _goals() -> Iterator[Goal]:
 
 
 TABLES = {
+    "source": Source(),
     "goals": Goals(tuple(_goals())),
     "forward": Table("shapes", "forward", COLUMNS, time),
     "both": Table("shapes", "both", COLUMNS, time),

@@ -34,8 +34,9 @@ class Table:
     columns: dict[str, str]
     cell: Callable[[Row], str]
 
-    def markdown(self, rows: list[Row]) -> str:
+    def markdown(self, result: Result) -> str:
         """Return the table of the rows that belong to it."""
+        rows = result["rows"]
         lines: dict[tuple, list[Row]] = {}
         letters: list[str] = []
         for row in rows:
@@ -115,11 +116,11 @@ class Goals:
 
     goals: tuple[Goal, ...]
 
-    def markdown(self, rows: list[Row]) -> str:
+    def markdown(self, result: Result) -> str:
         """Return goals beside what was measured."""
         lines = ["| ratio | goal | measured | |", "|---|---|---|---|"]
         for goal in self.goals:
-            found = goal.measured(rows)
+            found = goal.measured(result["rows"])
             cells = ["-", ""] if found is None else [f"{found:.2f}", _verdict(found, goal.most)]
             lines.append(f"| {goal.name} | {goal.most:.2f} | {' | '.join(cells)} |")
         return "\n".join(lines)
@@ -129,6 +130,21 @@ def _verdict(found: float, most: float) -> str:
     return "met" if found <= most else f"missed by {100 * (found / most - 1):.0f}%"
 
 
+@dataclass(frozen=True)
+class Source:
+    """Where the figures come from, and the drawing."""
+
+    def markdown(self, result: Result) -> str:
+        """Return file, machine, versions, commit and time, and the picture."""
+        file = f"../benchmarks/results/{result['suite']}"
+        made = result["versions"]
+        versions = ", ".join(f"{name} {made[name]}" for name in ("torch", "triton") if made[name])
+        place = f"{', '.join(result['machine']['gpus'])}, {versions}, {result['time'][:10]}"
+        commit = (result["commit"] or "unknown")[:12]
+        line = f"From [{result['suite']}.json]({file}.json): {place}, commit {commit}."
+        return f"{line}\n\n![Time over T]({file}.svg)"
+
+
 def update(text: str, suite: str, result: Result) -> str:
     """Return a document with the tables of a suite made anew."""
     tables = import_module(SUITES[suite]).TABLES
@@ -136,7 +152,7 @@ def update(text: str, suite: str, result: Result) -> str:
     def anew(match: re.Match) -> str:
         if match[1] != suite:
             return match[0]
-        table = tables[match[2]].markdown(result["rows"])
+        table = tables[match[2]].markdown(result)
         return f"<!-- {suite}: {match[2]} -->\n\n{table}\n\n<!-- end -->"
 
     return re.sub(r"<!-- (\w+): ([\w ]+) -->\n.*?<!-- end -->", anew, text, flags=re.S)
