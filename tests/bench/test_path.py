@@ -35,7 +35,9 @@ def test_a_workload_is_checked_and_then_measured(capsys):
     assert all(0 < error < 0.02 for error in run.errors["small"].values())
     names = {(row["name"], row["pass"]) for row in run.rows}
     assert names == {
-        (name, step) for name in [*path.BACKENDS, *path.OURS] for step in ("forward", "both")
+        (name, step)
+        for name in [*path.BACKENDS, "path", "path_fox"]
+        for step in ("forward", "both")
     }
     ours = [row for row in run.rows if row["name"] in path.OURS]
     assert all(row["launched_ms"] > 0 and row["launched_ratio"] > 0 for row in ours)
@@ -161,6 +163,12 @@ def test_the_source_says_what_measured():
     text = path.TABLES["source"].markdown(result)
     assert "NVIDIA H200, torch 2.11.0, triton 3.6.0, 2026-12-01, commit 0123456789ab." in text
     assert "(../benchmarks/results/path.json)" in text and "path.svg" in text
+
+
+def test_first_calls_are_told_in_order():
+    calls = [{"B": 1, "T": 2, "H": 3, "G": 3, "d": 4, "forward_s": 1.234, "backward_s": 2.0}]
+    text = path.TABLES["first"].markdown({"first_calls": calls + [{"note": "failed"}]})
+    assert text.splitlines()[2:] == ["| 1, 2, 3, 3, 4 | 1.23 | 2.00 |"]
 
 
 def test_the_figure_is_drawn_the_same_twice(tmp_path):

@@ -17,11 +17,24 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from seqmix.bench.first import first_calls
 from seqmix.bench.suite import Case, Workload
-from seqmix.bench.tables import Goal, Goals, Source, Table, launched, memory, microseconds, time
+from seqmix.bench.tables import (
+    First,
+    Goal,
+    Goals,
+    Source,
+    Table,
+    launched,
+    memory,
+    microseconds,
+    time,
+)
 from seqmix.bench.timing import GpuTimer, time_interleaved
 from seqmix.bench.tune import Problem, tune_tiles
-from seqmix.ops import path_attention
+from seqmix.chunked.path_blocks import BLOCK
+from seqmix.chunked.path_cache import Folded, Pending
+from seqmix.ops import path_attention, path_cache
 
 SHAPES = (  # B, T, H, G, d
     (8, 2048, 32, 32, 64),
@@ -50,7 +63,7 @@ BACKENDS = {
 }
 READ = BACKENDS | {"sdpa efficient": SDPBackend.EFFICIENT_ATTENTION}
 TUNED_PEERS = (64, 128)
-OURS = ("path", "path_fox")
+OURS = ("path", "path_fox", "fold")
 
 
 def workloads(peers: bool, device: str = "cuda") -> list[Workload]:
@@ -174,23 +187,39 @@ def decoding(
     found: dict[str, Case] = {name: (partial(_sdpa_cache, b), heads) for name, b in read.items()}
     length = torch.full((N,), T, device=device)
     decay = -torch.rand(N, T, H, device=device)
-    found["path"] = (reader(x[1:5], None, length), heads)
-    found["path_fox"] = (reader(x[1:], decay, length), heads)
+    found["path"] = (stepper(x[:5], None, length, *cache), heads)
+    found["path_fox"] = (stepper(x, decay, length, *cache), heads)
+    found["fold"] = (folder(N, H, G, d, device), heads)
     return found | (_peers_cache(x, cache) if peers else {})
 
 
-def reader(x: list[Tensor], decay: Tensor | None, length: Tensor) -> Callable[..., Tensor]:
-    """Reads a cache of folded keys and values with the query of the newest pending token of x."""
-    from seqmix.kernels.path.decode import decode
+def stepper(
+    x: list[Tensor], decay: Tensor | None, length: Tensor, keys: Tensor, values: Tensor
+) -> Callable[..., Tensor]:
+    """Decodes the last token of x, the others pending, as the layer does: appends and reads."""
+    q, k, v, w, beta, *gate = x
+    conv = torch.cat([k[:, :2], k], 1)  # a convolution of width 3 keeps two more
+    rows = [k.float(), v, w.float(), conv, beta, gate[0] if gate else None]
+    old = [t if t is None else t[:, :-1].contiguous() for t in rows]
+    new = [t if t is None else t[:, -1:].contiguous() for t in rows]
+    count = torch.full_like(length, old[0].shape[1])
+    pending = Pending(*old[:3], *old[4:])
+    scale = q.shape[-1] ** -0.5
+    folded = Folded(keys, values, decay, length)
+    _, solution = path_cache.extend(q[:, -2:-1], count - 1, pending, folded, scale=scale)
 
-    k, v, w, beta, *gate = x
-    last = torch.full_like(length, k.shape[1] - 1)
-    pending = k.float(), v, w.float(), beta, gate[0] if gate else None
+    def step(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        folded = Folded(keys, values, decay, length)
+        return path_cache.step(q, new, count, old, solution, folded, scale=scale)[0]
 
-    def read(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        return decode(q, last, *pending, keys, values, decay, length, q.shape[-1] ** -0.5)
+    return step
 
-    return read
+
+def folder(N: int, H: int, G: int, d: int, device: str) -> Callable[..., Tensor]:
+    """Carries the keys of a cache over a block of tokens: once in as many steps."""
+    _, k, _, w, beta, _ = inputs(N, BLOCK, H, G, d, device=device)
+    k, w = k.float(), w.float()
+    return lambda q, keys, values: path_cache.fold(keys, k, w, beta)[0]
 
 
 def _sdpa_cache(backend: SDPBackend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -241,7 +270,7 @@ def check_decoding(
         keys = path_attention(*old, return_keys=True).keys
         decay = old[5].flip(1).cumsum(1).flip(1) - old[5] if gated else None
         length = torch.full((2,), T - PENDING, device=device)
-        got = reader(new[1:], decay, length)(new[0][:, -1:].contiguous(), keys, old[2])
+        got = stepper(new, decay, length, keys, old[2])(new[0][:, -1:].contiguous(), keys, old[2])
         error = ((got.double() - wanted).norm() / wanted.norm()).item()
         found["y"] = max(error, found.get("y", 0.0))
     return found
@@ -305,7 +334,9 @@ def _goals() -> Iterator[Goal]:
     yield Goal("one decoded token, at worst", 1.1, where)
 
 
+__all__ = ["TABLES", "first_calls", "tune", "workloads"]
 TABLES = {
+    "first": First(),
     "source": Source(),
     "goals": Goals(tuple(_goals())),
     "forward": Table("shapes", "forward", COLUMNS, time),
@@ -313,7 +344,7 @@ TABLES = {
     "launched forward": Table("shapes", "forward", SHORT, launched),
     "launched both": Table("shapes", "both", SHORT, launched),
     "memory": Table("shapes", "both", SHORT, memory),
-    "decode": Table("decode", "decode", SHORT, microseconds),
+    "decode": Table("decode", "decode", SHORT | {"PaTH fold": "fold"}, microseconds),
     "paper": Table("paper", "both", COLUMNS, time),
     "summary": Table("shapes", "both", SHORT, time),
 }

@@ -127,7 +127,7 @@ class Suite:
         print(line(work.shape, row), flush=True)
 
 
-SUITES = {"path": "seqmix.bench.path"}  # modules with `workloads` and `tune`
+SUITES = {"path": "seqmix.bench.path"}  # modules with what `measure` asks for
 
 
 def measure(name: str, *, peers: bool, seconds: float, tune: bool = False) -> dict[str, Any]:
@@ -142,7 +142,8 @@ def measure(name: str, *, peers: bool, seconds: float, tune: bool = False) -> di
         return {"suite": name, "tiles": module.tune(), **provenance()}
     suite = Suite(seconds)
     suite.run(module.workloads(peers))
-    return {"suite": name, "errors": suite.errors, "rows": suite.rows, **provenance()}
+    found = {"errors": suite.errors, "rows": suite.rows, "first_calls": module.first_calls()}
+    return {"suite": name, **found, **provenance()}
 
 
 def _forward(function: Callable[..., Tensor], tensors: list[Tensor]) -> Call:

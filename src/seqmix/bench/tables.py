@@ -145,6 +145,20 @@ class Source:
         return f"{line}\n\n![Time over T]({file}.svg)"
 
 
+@dataclass(frozen=True)
+class First:
+    """Seconds of the first calls of a process, in order."""
+
+    def markdown(self, result: Result) -> str:
+        """Return one line a shape."""
+        lines = ["| B, T, H, G, d | forward | backward |", "|---|---|---|"]
+        for row in result["first_calls"]:
+            if "note" not in row:
+                shape = ", ".join(str(row[letter]) for letter in "BTHGd")
+                lines.append(f"| {shape} | {row['forward_s']:.2f} | {row['backward_s']:.2f} |")
+        return "\n".join(lines)
+
+
 def update(text: str, suite: str, result: Result) -> str:
     """Return a document with the tables of a suite made anew."""
     tables = import_module(SUITES[suite]).TABLES
