@@ -1,5 +1,6 @@
 """Tuning of tiles with made-up times: the fastest tile that is right is taken, and used."""
 
+import json
 from contextlib import contextmanager
 
 import pytest
@@ -46,6 +47,14 @@ def test_the_fastest_tile_is_taken_kernel_by_kernel(capsys):
     best, used = tune({"a": Tile(), "b": Tile()}, seconds)
     assert best == used == {"a": Tile(warps=8, stages=3), "b": Tile(keys=32)}
     assert "warps=8" in capsys.readouterr().out
+
+
+def test_every_launch_of_a_kernel_has_its_own_tile():
+    def seconds(used):
+        return 4 - (used["a"][0].warps == 8) - (used["a"][1].stages == 3)
+
+    best, _ = tune({"a": (Tile(), Tile())}, seconds)
+    assert best == {"a": (Tile(warps=8), Tile(stages=3))}
 
 
 def test_a_gain_within_the_noise_changes_nothing():
@@ -121,8 +130,9 @@ def test_kernels_take_the_tiles_that_were_found(monkeypatch):
 
 def test_the_table_comes_first_but_not_for_float32():
     before = tiles.all_tiles(128, torch.bfloat16, CPU)
-    tiles.use(128, CPU, before | {"dq": Tile(stages=1)})
-    after = tiles.all_tiles(128, torch.bfloat16, CPU)
-    assert after == before | {"dq": Tile(stages=1)}
-    assert tiles.backward_tiles(128, torch.float32, CPU).dq != Tile(stages=1)
-    assert tiles.backward_tiles(64, torch.bfloat16, CPU).dq != Tile(stages=1)
+    changed = before | {"dkv": Tile(stages=1), "dq": (Tile(), Tile(keys=32))}
+    tiles.use(128, CPU, changed)
+    assert tiles.all_tiles(128, torch.bfloat16, CPU) == changed
+    json.dumps(tiles.TABLE)
+    assert tiles.backward_tiles(128, torch.float32, CPU).dkv != Tile(stages=1)
+    assert tiles.backward_tiles(64, torch.bfloat16, CPU).dkv != Tile(stages=1)

@@ -29,7 +29,7 @@ OPTIONS: dict[str, tuple] = {
 class Problem:
     """What tiles are judged by.
 
-    use: makes the kernels take tiles, by name.
+    use: makes the kernels take tiles, by name; several where a kernel is launched so often.
     error: the largest relative error against float64. timed: seconds of calls, taken in turn.
     """
 
@@ -42,16 +42,28 @@ class Problem:
 def tune_tiles(start: dict[str, Any], problem: Problem) -> dict[str, Any]:
     """Return the best tiles by kernel; they are in use then."""
     best = dict(start)
-    for kernel in start:
-        for name, choices in OPTIONS.items():
-            for choice in choices:
-                tiles = best | {kernel: replace(best[kernel], **{name: choice})}
-                if tiles != best:
-                    ratio = _ratio(best, tiles, problem)
-                    best = tiles if ratio < GAIN else best
-                    print(f"  {kernel:10} {name}={choice!s:6} {ratio:.3f}", flush=True)
+    for kernel, value in start.items():
+        for part in range(len(value)) if isinstance(value, tuple) else (None,):
+            for option, choices in OPTIONS.items():
+                for choice in choices:
+                    tiles = _changed(best, kernel, part, {option: choice})
+                    if tiles != best:
+                        ratio = _ratio(best, tiles, problem)
+                        best = tiles if ratio < GAIN else best
+                        name = kernel if part is None else f"{kernel} {part}"
+                        print(f"  {name:10} {option}={choice!s:6} {ratio:.3f}", flush=True)
     problem.use(best)
     return best
+
+
+def _changed(
+    tiles: dict[str, Any], kernel: str, part: int | None, change: dict[str, Any]
+) -> dict[str, Any]:
+    if part is None:
+        return tiles | {kernel: replace(tiles[kernel], **change)}
+    parts = list(tiles[kernel])
+    parts[part] = replace(parts[part], **change)
+    return tiles | {kernel: tuple(parts)}
 
 
 def _ratio(best: dict[str, Any], tiles: dict[str, Any], problem: Problem) -> float:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-TABLE: dict[str, dict[str, dict[str, dict[str, Any]]]] = json.loads(
+TABLE: dict[str, dict[str, dict[str, Any]]] = json.loads(
     Path(__file__).with_name("tiles.json").read_text()
 )
 
@@ -61,13 +61,18 @@ def from_table(kernel: str | None = None) -> Callable[[Callable], Callable]:
             if dtype == torch.float32 or not table:
                 return tiles
             if kernel is not None:
-                return Tile(**table[kernel]) if kernel in table else tiles
+                return _tile(table[kernel]) if kernel in table else tiles
             names = [f.name for f in fields(tiles) if f.name in table]
-            return replace(tiles, **{name: Tile(**table[name]) for name in names})
+            return replace(tiles, **{name: _tile(table[name]) for name in names})
 
         return chosen
 
     return decorate
+
+
+def _tile(row: Any) -> Any:
+    """A tile, or several where a kernel is launched more than once, from what TABLE holds."""
+    return Tile(**row) if isinstance(row, dict) else tuple(map(_tile, row))
 
 
 HOPPER_FORWARD = {
@@ -134,17 +139,21 @@ def decode_tile(rows: int, padded: int, dtype: torch.dtype) -> Tile:
     return Tile(keys=64, warps=2, stages=3) if rows == 16 else Tile(keys=64)
 
 
-def all_tiles(padded: int, dtype: torch.dtype, device: torch.device) -> dict[str, Tile]:
+def all_tiles(padded: int, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
     """The tiles in use by kernel: what `use` takes."""
     wanted = padded, dtype, device
     single = {"prepare": prepare_tile(*wanted), "forward": forward_tile(*wanted)}
     return single | vars(backward_tiles(*wanted))
 
 
-def use(padded: int, device: torch.device, tiles: dict[str, Tile]) -> None:
+def use(padded: int, device: torch.device, tiles: dict[str, Any]) -> None:
     """Take these tiles from now on."""
+
+    def row(tile: Any) -> Any:
+        return asdict(tile) if isinstance(tile, Tile) else list(map(row, tile))
+
     table = TABLE.setdefault(gpu_class(device), {})
-    table[str(max(64, padded))] = {kernel: asdict(tile) for kernel, tile in tiles.items()}
+    table[str(max(64, padded))] = {kernel: row(tile) for kernel, tile in tiles.items()}
 
 
 def sizes(longest: int) -> tuple[int, int, int]:
