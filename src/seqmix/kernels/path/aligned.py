@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from seqmix.kernels.compiling import compiles_together, kernel
 from seqmix.kernels.path.layout import Documents, Tiles, documents
 from seqmix.kernels.path.prepare import Prepared, padded, prepare, rows
 from seqmix.kernels.path.tiles import sizes
@@ -13,7 +14,7 @@ from seqmix.kernels.path.tiles import sizes
 @triton.jit
 def walk(
     kk, transitions, first, document, position, length, N, G, g,
-    P: tl.constexpr, S1: tl.constexpr, S2: tl.constexpr,
+    P: tl.constexpr, S1, S2,
 ):  # fmt: skip
     """Keys [64, P] at `position` of a document, moved to its end over the largest segments there.
 
@@ -34,10 +35,10 @@ def walk(
     return kk
 
 
-@triton.jit
+@kernel
 def path_keys_kernel(
     keys, transitions, out, table, offsets, first, tokens, N, G,
-    K: tl.constexpr, P: tl.constexpr, S1: tl.constexpr, S2: tl.constexpr,
+    K: tl.constexpr, P: tl.constexpr, S1, S2,
 ):  # fmt: skip
     """out [B, T, G, K]. Grid (blocks * G). One program: 64 keys of one key head.
 
@@ -69,10 +70,10 @@ def path_keys_kernel(
     )
 
 
-@triton.jit
+@kernel
 def path_fold_kernel(
     keys, transitions, out, first, N, F, G, length,
-    K: tl.constexpr, P: tl.constexpr, S1: tl.constexpr, S2: tl.constexpr,
+    K: tl.constexpr, P: tl.constexpr, S1, S2,
 ):  # fmt: skip
     """out [N, F, G, K] = keys carried over `length` tokens. Grid (N * G, F / 64)."""
     n = (tl.program_id(0) // G).to(tl.int64)
@@ -104,6 +105,7 @@ def _options(K: int) -> dict[str, int]:
     return {"num_warps": 4 if K <= 64 else 8, "num_stages": 1}
 
 
+@compiles_together
 def aligned_keys(
     k: Tensor,
     w: Tensor,

@@ -11,6 +11,7 @@ import math
 import torch
 from torch import Tensor
 
+from seqmix.kernels.compiling import compiles_together
 from seqmix.kernels.path.blocks import path_pairs_back_kernel, path_solve_back_kernel
 from seqmix.kernels.path.dkv import path_dkv_kernel
 from seqmix.kernels.path.gate import LOG2E, gradient, summed
@@ -35,6 +36,7 @@ def scaling(dy: Tensor, v: Tensor) -> Tensor:
     return torch.exp2(torch.floor(14 - torch.log2(bound)))
 
 
+@compiles_together
 def backward(
     dy: Tensor, q: Tensor, k: Tensor, v: Tensor, w: Tensor, beta: Tensor,
     log_forget: Tensor | None, y: Tensor, lse: Tensor, scale: float, cu_seqlens: Tensor | None,

@@ -6,13 +6,13 @@ U = (I + slower(D W W^T))^-1 D:  with L = slower(W W^T),  dL = -slower(U^T dU U^
 dbeta = diag( (I - U L)^T dU (I - L U)^T ),  which divides by no beta.
 """
 
-import triton
 import triton.language as tl
 
+from seqmix.kernels.compiling import kernel
 from seqmix.kernels.path.spans import scaled
 
 
-@triton.jit
+@kernel
 def path_pairs_back_kernel(
     q, k, v, w, outer, gates, scaling, corner, solved, row_max, delta, dleft, dvalues, dgates,
     dq, dv, dinner, table, offsets, first,
@@ -128,7 +128,7 @@ def path_pairs_back_kernel(
                  dqq.to(dq.dtype.element_ty), mask=living)  # fmt: skip
 
 
-@triton.jit
+@kernel
 def path_solve_back_kernel(
     k, w, scaling, corner, solved, inverse, dkeys, dtransitions, dinner, dk, dw, dbeta,
     table, offsets, first, tokens, G, K: tl.constexpr, P: tl.constexpr,

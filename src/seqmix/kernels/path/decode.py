@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from seqmix.kernels.compiling import kernel
 from seqmix.kernels.path.prepare import padded, product, rows, solve
 from seqmix.kernels.path.tiles import decode_tile
 
@@ -25,7 +26,7 @@ SPLITS = 63  # pieces at most: with the pending tokens a power of two
 PROGRAMS = 264  # that keep a GPU busy
 
 
-@triton.jit
+@kernel
 def path_decode_near_kernel(
     q, first, k, v, w, beta, log_forget, solved, corner, moved, bias, weights, sums, arrived,
     T, G, R, pending, slots, size, scale,
@@ -117,7 +118,7 @@ def add_up(weights, sums, line, slots, size, PV: tl.constexpr, WIDE: tl.constexp
     return tl.sum(acc * part[:, None], 0) / tl.sum(total * part, 0)
 
 
-@triton.jit(do_not_specialize=["F", "piece", "slots", "size"])
+@kernel
 def path_decode_far_kernel(
     keys, values, decay, length, moved, bias, weights, sums, arrived, y,
     F, G, R, T, piece, slots, size,
@@ -175,7 +176,7 @@ def path_decode_far_kernel(
                 tl.store(y + place + value, one.to(y.dtype.element_ty), mask=value < V)
 
 
-@triton.jit(do_not_specialize=["slots", "size"])
+@kernel
 def path_decode_sum_kernel(
     weights, sums, y, T, G, R, lines, slots, size,
     V: tl.constexpr, PV: tl.constexpr, WIDE: tl.constexpr,

@@ -1,18 +1,18 @@
 """Key side of the backward pass: values' gradients, and keys' at the right edge of each level."""
 
-import triton
 import triton.language as tl
 
+from seqmix.kernels.compiling import kernel
 from seqmix.kernels.path.spans import scaled
 
 
-@triton.jit
+@kernel
 def path_dkv_kernel(
     v, outer, gate, gates, scaling, keys, transitions, spans, queries, row_max, delta,
     dkeys, dv, dgates, table, offsets, first, base,
     tokens, row, lines, N, H, G,
     V: tl.constexpr, P: tl.constexpr, PV: tl.constexpr,
-    S1: tl.constexpr, S2: tl.constexpr, C: tl.constexpr, HEADS: tl.constexpr,
+    S1, S2, C: tl.constexpr, HEADS: tl.constexpr,
     GATED: tl.constexpr,
 ):  # fmt: skip
     """Grid (blocks * G). One program: 64 keys of one key head, all queries outside their block.

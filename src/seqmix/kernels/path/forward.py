@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from seqmix.kernels.compiling import compiles_together, kernel
 from seqmix.kernels.path.gate import LOG2E, Gate, summed
 from seqmix.kernels.path.layout import Documents, documents
 from seqmix.kernels.path.prepare import Prepared, padded, prepare, rows
@@ -34,12 +35,12 @@ def read(s, values, high, total, sums, dtype: tl.constexpr):
     return top, total, sums
 
 
-@triton.jit
+@kernel
 def path_forward_kernel(
     q, k, v, w, gate, gates, keys, transitions, corner, solved, y, lse, table, offsets, first,
     tokens, row, stride, N, H, G, scale,
     K: tl.constexpr, V: tl.constexpr, P: tl.constexpr, PV: tl.constexpr,
-    S1: tl.constexpr, S2: tl.constexpr, M: tl.constexpr, C: tl.constexpr,
+    S1, S2, M: tl.constexpr, C: tl.constexpr,
     HEADS: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles * H): HEADS heads side by side, their longest tiles first.
@@ -174,6 +175,7 @@ def launch(
     return y, lse
 
 
+@compiles_together
 def forward(
     q: Tensor,
     k: Tensor,

@@ -4,10 +4,10 @@ import math
 from dataclasses import dataclass
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
+from seqmix.kernels.compiling import kernel
 from seqmix.kernels.path.layout import Documents
 from seqmix.kernels.path.prepare import Prepared
 
@@ -30,7 +30,7 @@ class Gate:
         return self.total is not None
 
 
-@triton.jit
+@kernel
 def path_gate_kernel(total, near, table, offsets, first, row, H, stride, S2):
     """near from total. Grid (blocks * H)."""
     entry = tl.program_id(0) // H

@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from seqmix.kernels.compiling import kernel
 from seqmix.kernels.path.layout import BLOCK, Documents
 from seqmix.kernels.path.tiles import Tile, prepare_tile
 
@@ -89,7 +90,7 @@ def solve(a, beta, WIDE: tl.constexpr):
     return x + product(product(m, m, WIDE), x, WIDE)
 
 
-@triton.jit
+@kernel
 def path_prepare_kernel(
     k, w, beta, keys, transitions, corner, solved, inverse, table, offsets, first,
     tokens, G,
@@ -148,7 +149,7 @@ def path_prepare_kernel(
     tl.store(transitions + slot * P * P + channel[:, None] * P + channel[None, :], f.to(dtype))
 
 
-@triton.jit
+@kernel
 def path_move_kernel(
     keys, transitions, table, offsets, first,
     tokens, N, G, child, parent, level,

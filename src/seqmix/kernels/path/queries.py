@@ -6,20 +6,20 @@ scaled gradient of a natural logit and dq = sum ds k: true dq is scale / scaling
 gradient that meets a query (keys, transitions, w) is ln 2 / scaling times what is kept here.
 """
 
-import triton
 import triton.language as tl
 
+from seqmix.kernels.compiling import kernel
 from seqmix.kernels.path.prepare import rows
 from seqmix.kernels.path.spans import scaled
 
 
-@triton.jit
+@kernel
 def path_queries_kernel(
     q, w, dy, y, lse, gates, scaling, solved, transitions, queries, outer, row_max, delta,
     table, offsets, first,
     lines, N, H, G, scale,
     K: tl.constexpr, V: tl.constexpr, P: tl.constexpr, PV: tl.constexpr,
-    S1: tl.constexpr, S2: tl.constexpr, GATED: tl.constexpr,
+    S1, S2, GATED: tl.constexpr,
 ):  # fmt: skip
     """queries [3, H, lines, P] at the left edge of their segment of each level.
 
@@ -84,13 +84,13 @@ def path_queries_kernel(
     tl.store(queries + line[:, None] * P + channel[None, :], qq.to(dtype))
 
 
-@triton.jit
+@kernel
 def path_dq_kernel(
     v, outer, gate, gates, scaling, keys, transitions, spans, queries, row_max, delta,
     dleft, partial, dgates, table, offsets, first, base, owners,
     tokens, row, lines, N, H, G, slots,
     V: tl.constexpr, P: tl.constexpr, PV: tl.constexpr,
-    S1: tl.constexpr, S2: tl.constexpr, M: tl.constexpr, C: tl.constexpr,
+    S1, S2, M: tl.constexpr, C: tl.constexpr,
     FAR: tl.constexpr, NEAR: tl.constexpr, HEADS: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
     """dleft [H, lines, P], the gradient of queries at their block's left edge, and parts of dF.

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from seqmix.kernels.compiling import kernel
 from seqmix.kernels.path.layout import Documents, Tiles
 from seqmix.kernels.path.prepare import Prepared
 
@@ -38,7 +39,7 @@ def scaled(x, dtype: tl.constexpr):
     return (x * (1.0 / factor)).to(dtype), factor
 
 
-@triton.jit
+@kernel
 def path_spans_kernel(
     transitions, spans, table, offsets, first, base, G, size, siblings, level, N,
     P: tl.constexpr, C: tl.constexpr,
@@ -76,7 +77,7 @@ def path_spans_kernel(
         tl.store(target + row * P * P + part, y.to(dtype))
 
 
-@triton.jit
+@kernel
 def path_gather_kernel(
     partial, out, table, offsets, first, owners, H, G, slots, N, S1, S2,
     level: tl.constexpr, P: tl.constexpr, C: tl.constexpr,
@@ -125,7 +126,7 @@ def path_gather_kernel(
     tl.store(out + row * P * P + lane, total)
 
 
-@triton.jit
+@kernel
 def path_move_back_kernel(
     keys, dkeys, transitions, dtransitions, spans, table, offsets, first, base,
     tokens, N, G, child, parent, level, P: tl.constexpr,

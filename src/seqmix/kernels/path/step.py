@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from seqmix.kernels.compiling import kernel
 from seqmix.kernels.path.decode import LOG2E, PENDING, Read, put_near
 from seqmix.kernels.path.prepare import padded, product
 
@@ -38,7 +39,7 @@ def row_of(pointer, n, g, G, SIZE: tl.constexpr, W: tl.constexpr):
     return x.to(tl.float32)
 
 
-@triton.jit(do_not_specialize=["size", "recent", "slots", "scratch"])
+@kernel
 def path_step_kernel(
     q, k, v, w, conv, beta, log_forget, pending,
     old_k, old_v, old_w, old_conv, old_beta, old_gate, old_solved, old_corner,
