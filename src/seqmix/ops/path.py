@@ -229,19 +229,18 @@ def _backward_on_gpu(dy, q, k, v, w, beta, log_forget, y, lse, scale, cu_seqlens
 
 
 class Sizes(NamedTuple):
-    """Head sizes K and V that compiled kernels serve: up to what fits into shared memory."""
+    """First and last head size K and V that kernels serve, without and with gradients."""
 
-    low: int
-    forward: int
-    backward: int
+    forward: tuple[int, int]
+    backward: tuple[int, int]
 
 
-# Below 33, float16 and float32 are left out: compiled for sm_90 by Triton 3.6, the float16 backward
-# reads out of bounds there, and bfloat16, the same code, does not.
+# What fits into shared memory. Below 33, the backward leaves out float16 and float32: compiled for
+# sm_90 by Triton 3.6, float16 reads out of bounds there, and bfloat16, the same code, does not.
 SERVED = {
-    torch.bfloat16: Sizes(1, 128, 128),
-    torch.float16: Sizes(33, 128, 128),
-    torch.float32: Sizes(33, 64, 64),
+    torch.bfloat16: Sizes((1, 256), (1, 128)),
+    torch.float16: Sizes((1, 256), (33, 128)),
+    torch.float32: Sizes((1, 128), (33, 64)),
 }
 DECODED = {torch.bfloat16: 256, torch.float16: 256, torch.float32: 128}  # by ops/path_cache.py
 
@@ -251,8 +250,8 @@ def served() -> list[dict[str, str]]:
     return [
         {
             "dtype": _name(dtype),
-            "forward": f"{sizes.low} to {sizes.forward}",
-            "with gradients": f"{sizes.low} to {sizes.backward}",
+            "forward": "{} to {}".format(*sizes.forward),
+            "with gradients": "{} to {}".format(*sizes.backward),
             "decoding": f"1 to {DECODED[dtype]}",
         }
         for dtype, sizes in SERVED.items()
@@ -274,18 +273,20 @@ def _has_kernels(q: Tensor, v: Tensor, w: Tensor | None, backward: bool) -> bool
     """Whether the Triton kernels serve these arguments."""
     if w is None or q.dtype not in SERVED:
         return False
-    sizes = SERVED[q.dtype] if q.device.type == "cuda" else Sizes(1, 256, 256)
-    low, high = min(q.shape[3], v.shape[3]), max(q.shape[3], v.shape[3])
-    return sizes.low <= low and high <= (sizes.backward if backward else sizes.forward)
+    if q.device.type == "cpu":  # Triton's interpreter
+        low, high = 1, 256
+    else:
+        low, high = SERVED[q.dtype][backward]
+    return low <= min(q.shape[3], v.shape[3]) and max(q.shape[3], v.shape[3]) <= high
 
 
 def _refuse(q: Tensor, v: Tensor, w: Tensor | None) -> NoReturn:
-    served = (
-        f"{low} to {forward} ({backward} with gradients) in {_name(dtype)}"
-        for dtype, (low, forward, backward) in SERVED.items()
+    sizes = (
+        f"{row['forward']} ({row['with gradients']} with gradients) in {row['dtype']}"
+        for row in served()
     )
     raise NotImplementedError(
-        f"path_attention: impl='triton' takes head sizes {', '.join(served)}, got {q.shape[3]} and "
+        f"path_attention: impl='triton' takes head sizes {', '.join(sizes)}, got {q.shape[3]} and "
         f"{v.shape[3]} in {_name(q.dtype)}{'' if w is not None else ' without w'}; "
         "use impl='torch'"
     )

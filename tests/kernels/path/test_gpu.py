@@ -169,8 +169,25 @@ def test_another_gpu_than_the_current_one():
 
 
 @pytest.mark.parametrize("size", [16, 32, 129])
-def test_sizes_that_are_not_served_name_the_way_out(size):
+def test_sizes_without_a_backward_name_the_way_out(size):
     tokens = arguments(1, 20, 1, 1, size, size, torch.float16)
+    leaves = [x.requires_grad_() for x in tokens]
     with pytest.raises(NotImplementedError, match="path_attention: .* use impl='torch'"):
-        path_attention(*tokens, impl="triton")
-    assert path_attention(*tokens).y.isfinite().all()
+        path_attention(*leaves, impl="triton")
+    y = path_attention(*leaves).y
+    assert all(x.isfinite().all() for x in torch.autograd.grad(y.sum(), leaves))
+
+
+FORWARD = [(torch.bfloat16, 160, 200), (torch.bfloat16, 256, 256), (torch.float16, 256, 20)]
+FORWARD += [(torch.float16, 16, 32), (torch.float32, 128, 100), (torch.float32, 16, 20)]
+
+
+@pytest.mark.parametrize(("dtype", "K", "V"), FORWARD)
+@pytest.mark.parametrize("gate", [False, True])
+@pytest.mark.parametrize("T", [65, 2500])
+def test_sizes_without_a_backward_have_a_forward(dtype, K, V, gate, T):
+    tokens = arguments(2, T, 2, 1, K, V, dtype, gate=gate)
+    got = path_attention(*tokens, impl="triton", return_keys=True)
+    wanted = path_attention(*double(tokens), impl="torch", return_keys=True)
+    assert error(got.y, wanted.y) < LIMIT[dtype]
+    assert error(got.keys, wanted.keys, tokens[1].double().norm()) < LIMIT[dtype]

@@ -128,10 +128,12 @@ def test_the_page_names_the_sizes_that_are_served():
 
 
 def test_sizes_that_are_not_served_name_the_way_out(monkeypatch):
-    monkeypatch.setitem(path.SERVED, torch.float16, path.Sizes(33, 64, 48))
+    monkeypatch.setitem(path.SERVED, torch.float16, path.Sizes((33, 64), (33, 48)))
     monkeypatch.setattr(path, "_has_kernels", lambda *_: False)
     tokens = arguments(1, 5, 1, 1, 16, 12, torch.float16)
-    message = r"path_attention: .* 33 to 64 \(48 with gradients\) in float16, .*, got 16 and 12 in "
+    message = (
+        r"path_attention: .* 33 to 64 \(33 to 48 with gradients\) in float16, .*, got 16 and 12 in "
+    )
     with pytest.raises(NotImplementedError, match=message + "float16; use impl='torch'"):
         path_attention(*tokens, impl="triton")
     assert path_attention(*tokens).y.isfinite().all()
