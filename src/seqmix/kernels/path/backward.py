@@ -20,6 +20,7 @@ from seqmix.kernels.path.prepare import padded, prepare
 from seqmix.kernels.path.queries import path_dq_kernel, path_queries_kernel
 from seqmix.kernels.path.spans import make_spans, path_gather_kernel, path_move_back_kernel
 from seqmix.kernels.path.tiles import Backward, backward_tiles, sizes
+from seqmix.kernels.path.wide import move_back
 
 
 def scaling(dy: Tensor, v: Tensor) -> Tensor:
@@ -106,6 +107,9 @@ def backward(
             slots, N, S1, S2, level=level, P=P, C=part, num_warps=4,
         )  # fmt: skip
     for level in (2, 1):
+        if P > 128:
+            move_back(made, dkeys, dtransitions, spans, docs, cuts[level], levels, level)
+            continue
         path_move_back_kernel[(len(cuts[level]) * G,)](
             made.keys, dkeys, made.transitions, dtransitions, spans.products, cuts[level].table,
             docs.offsets, made.first, spans.base, docs.tokens, N, G, levels[level - 1],
