@@ -235,12 +235,13 @@ class Sizes(NamedTuple):
     backward: tuple[int, int]
 
 
-# What fits into shared memory. Below 33, the backward leaves out float16 and float32: compiled for
-# sm_90 by Triton 3.6, float16 reads out of bounds there, and bfloat16, the same code, does not.
+# What fits into shared memory and was compared with float64. Below 33, float16 and float32 are left
+# out: compiled for sm_90 by Triton 3.6, the float16 backward reads out of bounds there, and
+# bfloat16, the same code, does not.
 SERVED = {
     torch.bfloat16: Sizes((1, 256), (1, 128)),
-    torch.float16: Sizes((1, 256), (33, 128)),
-    torch.float32: Sizes((1, 128), (33, 64)),
+    torch.float16: Sizes((33, 256), (33, 128)),
+    torch.float32: Sizes((33, 128), (33, 64)),
 }
 DECODED = {torch.bfloat16: 256, torch.float16: 256, torch.float32: 128}  # by ops/path_cache.py
 

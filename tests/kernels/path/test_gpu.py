@@ -93,12 +93,13 @@ def test_a_million_tokens_in_one_call(gate):
     tokens = arguments(1, T, 2, 2, 64, 64, torch.bfloat16, gate=gate)
     dy = torch.zeros_like(tokens[0])
     dy[:, -size:] = torch.randn_like(dy[:, -size:])
-    y, (dq, _, dv, *_) = call(tokens, dy, "triton")
+    y, (dq, dk, dv, dw, *_) = call(tokens, dy, "triton")
     for start in (123_456, T - size):
         wanted, want_dq, want_dv = window(tokens, start, size, 0.125, dy[:, start : start + size])
         assert error(y[:, start : start + size], wanted) < LIMIT[torch.bfloat16]
     assert error(dq[:, -size:], want_dq) < LIMIT[torch.bfloat16]
     assert error(dv, want_dv) < LIMIT[torch.bfloat16]
+    assert not dq[:, :-size].any() and dk.isfinite().all() and dw.isfinite().all()
 
 
 def test_more_rows_of_heads_than_a_grid_has():
@@ -178,8 +179,8 @@ def test_sizes_without_a_backward_name_the_way_out(size):
     assert all(x.isfinite().all() for x in torch.autograd.grad(y.sum(), leaves))
 
 
-FORWARD = [(torch.bfloat16, 160, 200), (torch.bfloat16, 256, 256), (torch.float16, 256, 20)]
-FORWARD += [(torch.float16, 16, 32), (torch.float32, 128, 100), (torch.float32, 16, 20)]
+FORWARD = [(torch.bfloat16, 160, 200), (torch.bfloat16, 256, 256), (torch.float16, 256, 40)]
+FORWARD += [(torch.float32, 128, 100)]
 
 
 @pytest.mark.parametrize(("dtype", "K", "V"), FORWARD)

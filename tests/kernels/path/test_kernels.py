@@ -9,10 +9,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 from seqmix.kernels.path.aligned import aligned_keys
 from seqmix.kernels.path.backward import backward
 from seqmix.kernels.path.forward import forward
+from seqmix.kernels.path.spans import scaled
 from seqmix.kernels.path.tiles import Tile, backward_tiles, sizes
 from seqmix.ops import path_attention as path_attention_op
 from seqmix.reference.path import path_attention
@@ -124,3 +127,19 @@ def test_levels_divide_each_other_and_bound_their_tables():
         low, middle, top = sizes(length)
         assert low == 64 and middle % low == 0 and top % middle == 0
         assert length / top <= 32 and top / middle <= 32
+
+
+@triton.jit
+def scaled_kernel(x, out):
+    place = tl.arange(0, 16)[:, None] * 16 + tl.arange(0, 16)[None, :]
+    rounded, factor = scaled(tl.load(x + place), tl.float16)
+    tl.store(out + place, rounded.to(tl.float32) * factor)
+
+
+@pytest.mark.parametrize("size", [1e-45, 1e-41, 1e-38, 1e-25, 1.0, 1e30])
+def test_gradients_may_fade_to_nothing_on_their_way(size):
+    """Through many transitions, behind queries without a loss: what is tiny may become 0."""
+    x = torch.randn(16, 16, device=DEVICE).clamp(-2, 2) * size
+    out = torch.empty_like(x)
+    scaled_kernel[(1,)](x, out)
+    torch.testing.assert_close(out, x, rtol=1e-3, atol=1e-3 * max(size, 1e-29))

@@ -35,7 +35,8 @@ def scaled(x, dtype: tl.constexpr):
     if dtype == tl.float32:
         return x, 1.0
     top = tl.max(tl.max(tl.abs(x), 1), 0)
-    factor = tl.exp2(tl.floor(tl.log2(tl.where(top > 0, top, 1.0))))
+    top = tl.where(top > 1e-30, top, 1.0)  # what is below is nothing, and has no inverse
+    factor = tl.exp2(tl.floor(tl.log2(top)))
     return (x * (1.0 / factor)).to(dtype), factor
 
 

@@ -141,7 +141,7 @@ def step(
         read.arrived, G, R, size, recent, read.slots, read.size, scale * LOG2E,
         K=K, V=V, P=P, PV=PV, M=read.rows, S=max(16, triton.next_power_of_2(size + 1)),
         S_CONV=triton.next_power_of_2(size + 1 + recent), GATED=decay is not None,
-        num_warps=8, num_stages=1,
+        num_warps=4 if max(P, PV) <= 64 else 8, num_stages=1,
     )  # fmt: skip
     read.far(keys, values, decay, length, y)
     return y, grown
