@@ -9,6 +9,7 @@ document -1.
 
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -50,6 +51,12 @@ class Documents:
             return _even_tiles(self.batch, self.row, size, self.offsets.device)
         return _packed_tiles(self.offsets, self.row // size + self.count, size)
 
+    def levels(self, sizes: tuple[int, ...]) -> tuple[list[Tiles], Tensor]:
+        """Tiles of all `sizes`, and [L, N] int32: rows before a document in a table of them all."""
+        if not self.packed:
+            return _even_levels(self.batch, self.row, sizes, self.offsets.device)
+        return _levels([self.tiles(size) for size in sizes])
+
 
 def documents(batch: int, row: int, cu_seqlens: Tensor | None, device: torch.device) -> Documents:
     """The documents of a call: the batch rows, or what `cu_seqlens` says."""
@@ -70,6 +77,19 @@ def _even_tiles(batch: int, row: int, size: int, device: torch.device) -> Tiles:
     index = torch.arange(count - 1, -1, -1, device=device, dtype=torch.int32)
     table = torch.stack([document.repeat_interleave(count), index.repeat(batch)], 1)
     return Tiles(table.contiguous(), document * count)
+
+
+@lru_cache(64)
+def _even_levels(
+    batch: int, row: int, sizes: tuple[int, ...], device: torch.device
+) -> tuple[list[Tiles], Tensor]:
+    return _levels([_even_tiles(batch, row, size, device) for size in sizes])
+
+
+def _levels(levels: list[Tiles]) -> tuple[list[Tiles], Tensor]:
+    before = accumulate((len(tiles) for tiles in levels), initial=0)
+    first = torch.stack([tiles.first + rows for tiles, rows in zip(levels, before, strict=False)])
+    return levels, first
 
 
 def _packed_tiles(offsets: Tensor, bound: int, size: int) -> Tiles:

@@ -53,41 +53,49 @@ def rows(pointer, offset, size: tl.constexpr, padded: tl.constexpr):
 
 
 @triton.jit
-def product(a, b, WIDE: tl.constexpr):
-    """a b of float32 matrices, exact to about 2^-21: three products in float16, or in tf32."""
+def product(a, b, WIDE: tl.constexpr, c=None, FULL: tl.constexpr = False):
+    """a b + c of float32 matrices, exact to about 2^-21: three products in float16, or in tf32.
+
+    FULL: the fourth product too, which matters where the low parts of all entries are alike.
+    """
     if WIDE:
-        return tl.dot(a, b, input_precision="tf32x3")
+        return tl.dot(a, b, c, input_precision="tf32x3")
     a_high = a.to(tl.float16)
     b_high = b.to(tl.float16)
     a_low = (a - a_high.to(tl.float32)).to(tl.float16)
     b_low = (b - b_high.to(tl.float32)).to(tl.float16)
-    return tl.dot(a_high, b_high, tl.dot(a_high, b_low, tl.dot(a_low, b_high)))
+    if FULL:
+        c = tl.dot(a_low, b_low, c)
+    return tl.dot(a_high, b_high, tl.dot(a_high, b_low, tl.dot(a_low, b_high, c)))
 
 
 @triton.jit
 def solve(a, beta, WIDE: tl.constexpr):
-    """(I + a)^-1 diag(beta) of a strictly lower 64 x 64 matrix.
+    """(I - a)^-1 diag(beta) of a strictly lower 64 x 64 matrix.
 
-    Diagonal blocks of 16 by elimination, all four at once: X16. The rest is M = X16 a_off, which
-    has M^4 = 0: (I + M)^-1 X16 = (I + M^2) (I - M) X16.
+    Blocks of 4 grow to blocks of 16, those to 64. Of a diagonal of 4 x 4 blocks D, the inverse
+    X = (I - D)^-1 and the rest R, M = X R has M^4 = 0: (I - D - R)^-1 = (I + M^2) (I + M) X.
+    The four blocks of 16 are one batch.
     """
-    row = tl.arange(0, 64)[:, None]
-    column = tl.arange(0, 64)[None, :]
     block = tl.arange(0, 4)
     same = (block[:, None] == block[None, :])[:, None, :, None]
     inner = tl.sum(tl.where(same, tl.reshape(a, [4, 16, 4, 16]), 0.0), 2)  # 4 16 16
     r = tl.arange(0, 16)[None, :, None]
     c = tl.arange(0, 16)[None, None, :]
-    x = tl.where(r == c, 1.0, 0.0) + tl.zeros_like(inner)
-    for i in range(15):
-        pivot = tl.sum(tl.where(r == i, x, 0.0), 1)
-        below = tl.sum(tl.where(c == i, inner, 0.0), 2)
-        x -= below[:, :, None] * pivot[:, None, :]
+    near = tl.where(r // 4 == c // 4, inner, 0.0)  # near^4 = 0
+    x = tl.where(r == c, 1.0, near)
+    x += product(product(near, near, WIDE, FULL=True), x, WIDE, FULL=True)
+    m = product(x, tl.where(r // 4 == c // 4, 0.0, inner), WIDE, FULL=True)
+    x += product(m, x, WIDE, FULL=True)
+    x += product(product(m, m, WIDE, FULL=True), x, WIDE, FULL=True)
+
     x = tl.reshape(tl.where(same, x[:, :, None, :], 0.0), [64, 64])
+    row = tl.arange(0, 64)[:, None]
+    column = tl.arange(0, 64)[None, :]
     m = product(x, tl.where(row // 16 > column // 16, a, 0.0), WIDE)
-    x = x * beta[None, :]
-    x -= product(m, x, WIDE)
-    return x + product(product(m, m, WIDE), x, WIDE)
+    x *= beta[None, :]
+    x = product(m, x, WIDE, x)
+    return product(product(m, m, WIDE), x, WIDE, x)
 
 
 @kernel
@@ -98,51 +106,53 @@ def path_prepare_kernel(
 ):  # fmt: skip
     """Grid (blocks * G). One program: one block of one key head; see the module."""
     entry = tl.program_id(0) // G
-    g = tl.program_id(0) % G
+    g = (tl.program_id(0) % G).to(tl.int64)
     document = tl.load(table + 2 * entry)
     if document < 0:
         return
     index = tl.load(table + 2 * entry + 1)
-    begin = tl.load(offsets + document)
-    end = tl.load(offsets + document + 1)
+    begin = tl.load(offsets + document) + index * 64
+    left = (tl.load(offsets + document + 1) - begin).to(tl.int32)
+    slot = (tl.load(first + document) + index).to(tl.int64) * G + g
     dtype: tl.constexpr = keys.dtype.element_ty
     WIDE: tl.constexpr = dtype == tl.float32
 
-    token = begin + index * 64 + tl.arange(0, 64)
+    lane = tl.arange(0, 64)
     channel = tl.arange(0, P)
-    alive = token < end
-    place = (token * G + g)[:, None] * K + channel[None, :]
+    alive = lane < left
+    k += (begin * G + g) * K
+    w += (begin * G + g) * K
+    keys += (g * tokens + begin) * P
+    place = lane[:, None] * (G * K) + channel[None, :]
     mask = alive[:, None] & (channel < K)[None, :]
-    ww = tl.load(w + place, mask=mask, other=0.0).to(dtype)
-    bb = tl.load(beta + token * G + g, mask=alive, other=0.0).to(tl.float32)
+    ww = tl.load(w + place, mask=mask, other=0.0)
+    bb = tl.load(beta + begin * G + g + lane * G, mask=alive, other=0.0).to(tl.float32)
 
     row = tl.arange(0, 64)[:, None]
     column = tl.arange(0, 64)[None, :]
-    gram = tl.dot(ww, tl.trans(ww), input_precision="tf32x3")
-    u = solve(tl.where(row > column, bb[:, None] * gram, 0.0), bb, WIDE)
+    gram = tl.dot(ww, tl.trans(ww), input_precision="tf32x3")  # of the inputs as they are: exact
+    u = solve(tl.where(row > column, -bb[:, None] * gram, 0.0), bb, WIDE)
     tl.debug_barrier()  # load again what need not occupy registers through the solve
-    kk = tl.load(k + place, mask=mask, other=0.0).to(dtype)
-    ww = tl.load(w + place, mask=mask, other=0.0).to(dtype)
-    e = tl.where(row > column, tl.dot(ww, tl.trans(kk), input_precision="tf32x3"), 0.0)
+    ww = tl.load(w + place, mask=mask, other=0.0)
+    kk = tl.load(k + place, mask=mask, other=0.0)
+    e = tl.dot(ww, tl.trans(kk), input_precision="tf32x3")
+    e = tl.where(row > column, e, 0.0).to(dtype)
+    ww = ww.to(dtype)
     u_high = u.to(dtype)
-    ue = tl.dot(u_high, e.to(dtype), input_precision="tf32x3")
+    ue = tl.dot(u_high, e, input_precision="tf32x3")
     uw = tl.dot(u_high, ww, input_precision="tf32x3")
     if not WIDE:
         uw = tl.dot((u - u_high.to(tl.float32)).to(dtype), ww, uw)
 
-    slot = (tl.load(first + document) + index).to(tl.int64) * G + g
     square = slot * 4096 + row * 64 + column
-    tl.store(corner + square, (-ue).to(dtype))
+    ue_high = (-ue).to(dtype)
+    tl.store(corner + square, ue_high)
     if STORE_INVERSE:
         tl.store(inverse + square, u_high)
-    tl.store(solved + slot * 64 * P + row * P + channel[None, :], (-uw).to(dtype))
-    moved = kk.to(tl.float32) - tl.dot(tl.trans(ue.to(dtype)), ww, input_precision="tf32x3")
-    tl.store(
-        keys + (g.to(tl.int64) * tokens + token)[:, None] * P + channel[None, :],
-        moved.to(dtype),
-        mask=alive[:, None],
-    )
     uw_high = (-uw).to(dtype)
+    tl.store(solved + slot * 64 * P + row * P + channel[None, :], uw_high)
+    moved = tl.dot(tl.trans(ue_high), ww, kk.to(tl.float32), input_precision="tf32x3")
+    tl.store(keys + lane[:, None] * P + channel[None, :], moved.to(dtype), mask=alive[:, None])
     f = tl.dot(tl.trans(uw_high), ww, input_precision="tf32x3")
     if not WIDE:
         f = tl.dot(tl.trans((-uw - uw_high.to(tl.float32)).to(dtype)), ww, f)
@@ -152,16 +162,20 @@ def path_prepare_kernel(
 @kernel
 def path_move_kernel(
     keys, transitions, table, offsets, first,
-    tokens, N, G, child, parent, level,
+    tokens, N, G, child, parent, run, level,
     P: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """Keys and transitions of `level` from those of the level below.
 
-    Grid (segments * G, P / C). One program: C columns of one segment of one key head. Walks its
-    pieces from the last with y = F_{j+1} ... F_r - I in float32: keys (I + y), then
-    y <- F_j (I + y) - I.
+    Grid (segments * pieces / run * G, P / C): the longest products first. One program: C columns
+    of `run` neighbouring pieces of one segment of one key head. It walks from the segment's last
+    piece with y = F_{j+1} ... F_r - I in float32: keys (I + y) of its own pieces, then
+    y <- F_j (I + y) - I, which the program of the first piece stores.
     """
-    entry = tl.program_id(0) // G
+    pieces = parent // child
+    runs = pieces // run
+    entry = tl.program_id(0) // (runs * G)
+    begun = tl.program_id(0) // G % runs * run
     g = (tl.program_id(0) % G).to(tl.int64)
     document = tl.load(table + 2 * entry)
     if document < 0:
@@ -175,27 +189,31 @@ def path_move_kernel(
     row = tl.arange(0, P)
     column = tl.program_id(1) * C + tl.arange(0, C)
     lane = tl.arange(0, 64)
-    pieces = parent // child
+    whole = row[:, None] * P + row[None, :]
+    part = row[:, None] * P + column[None, :]
     below = tl.load(first + (level - 1) * N + document) + index * pieces
-    source = keys + ((level - 1) * G + g) * tokens * P
-    target = keys + (level * G + g) * tokens * P
+    source = keys + (((level - 1) * G + g) * tokens + begin + index * parent) * P
+    target = keys + ((level * G + g) * tokens + begin + index * parent) * P
 
     y = tl.zeros([P, C], tl.float32)
-    for piece in range(pieces):
-        j = pieces - 1 - piece
+    for back in range(pieces - begun):
+        j = pieces - 1 - back
         yh = y.to(dtype)
-        for t in range(0, child, 64):
-            token = begin + index * parent + j * child + t + lane
-            kk = tl.load(source + token[:, None] * P + row[None, :])
-            kc = tl.load(source + token[:, None] * P + column[None, :]).to(tl.float32)
-            kc = tl.dot(kk, yh, kc, input_precision="tf32x3")
-            tl.store(target + token[:, None] * P + column[None, :], kc.to(dtype))
-        x = transitions + ((below + j).to(tl.int64) * G + g) * P * P
-        xx = tl.load(x + row[:, None] * P + row[None, :])
-        xc = tl.load(x + row[:, None] * P + column[None, :]).to(tl.float32)
-        y = tl.dot(xx, yh, y + xc, input_precision="tf32x3")
-    slot = (tl.load(first + level * N + document) + index).to(tl.int64) * G + g
-    tl.store(transitions + slot * P * P + row[:, None] * P + column[None, :], y.to(dtype))
+        if j < begun + run:
+            for t in range(0, child, 64):
+                token = (j * child + t + lane)[:, None] * P
+                kk = tl.load(source + token + row[None, :])
+                kc = tl.load(source + token + column[None, :]).to(tl.float32)
+                kc = tl.dot(kk, yh, kc, input_precision="tf32x3")
+                tl.store(target + token + column[None, :], kc.to(dtype))
+        if (j > begun) | (begun == 0):
+            x = transitions + ((below + j).to(tl.int64) * G + g) * P * P
+            xx = tl.load(x + whole)
+            xc = tl.load(x + part).to(tl.float32)
+            y = tl.dot(xx, yh, y + xc, input_precision="tf32x3")
+    if begun == 0:
+        slot = (tl.load(first + level * N + document) + index).to(tl.int64) * G + g
+        tl.store(transitions + slot * P * P + part, y.to(dtype))
 
 
 def padded(size: int) -> int:
@@ -217,20 +235,16 @@ def prepare(
     G, K = k.shape[2:]
     P = padded(K)
     dtype = torch.float32 if k.dtype == torch.float32 else torch.float16
-    levels = [docs.tiles(size) for size in sizes]
-    rows, firsts = 0, []
-    for tiles in levels:
-        firsts.append(tiles.first + rows)
-        rows += len(tiles)
+    levels, first = docs.levels(sizes)
     new = {"device": k.device, "dtype": dtype}
     blocks = len(levels[0])
     made = Prepared(
         keys=torch.empty(len(sizes), G, docs.tokens, P, **new),
-        transitions=torch.empty(rows, G, P, P, **new),
+        transitions=torch.empty(sum(map(len, levels)), G, P, P, **new),
         corner=torch.empty(blocks, G, BLOCK, BLOCK, **new),
         solved=torch.empty(blocks, G, BLOCK, P, **new),
         inverse=torch.empty(blocks if inverse else 0, G, BLOCK, BLOCK, **new),
-        first=torch.stack(firsts),
+        first=first,
     )
     path_prepare_kernel[(blocks * G,)](
         k, w, beta, made.keys, made.transitions, made.corner, made.solved, made.inverse,
@@ -239,9 +253,11 @@ def prepare(
     )  # fmt: skip
     columns = min(P, 64)
     for level in range(1, len(sizes)):
-        path_move_kernel[(len(levels[level]) * G, P // columns)](
+        pieces = sizes[level] // sizes[level - 1]
+        run = pieces if level == 1 else 1  # few segments: each piece by itself
+        path_move_kernel[(len(levels[level]) * pieces // run * G, P // columns)](
             made.keys, made.transitions, levels[level].table, docs.offsets, made.first,
-            docs.tokens, docs.count, G, sizes[level - 1], sizes[level], level,
+            docs.tokens, docs.count, G, sizes[level - 1], sizes[level], run, level,
             P=P, C=columns, num_warps=4, num_stages=2,
         )  # fmt: skip
     return made

@@ -1,7 +1,8 @@
 """Tile sizes and launch options per GPU class and head size: the committed result of tuning.
 
 `block`: query rows of a program; `keys`: keys of a tile; `sizes`: tokens of the three segment
-levels; `heads`: heads whose tiles are interleaved in the grid, longest first.
+levels; `heads`: heads whose tiles are interleaved in the grid, longest first;
+`early`: in the forward kernel, transitions are loaded ahead.
 tiles.json is what `seqmix bench path --tune` found on a class of GPU (class -> padded head size ->
 kernel -> options); it comes first. Unknown GPUs take the safe default: small tiles, no cap.
 """
@@ -32,6 +33,7 @@ class Tile:
     stages: int = 2
     registers: int | None = None
     heads: int = 8
+    early: bool = False
 
     @property
     def launch(self) -> dict[str, int]:
@@ -77,7 +79,7 @@ def _tile(row: Any) -> Any:
 
 HOPPER_FORWARD = {
     64: Tile(64, 64, 4, 3, 168, 16),
-    128: Tile(128, 64, 8, 3, None, 8),
+    128: Tile(128, 64, 8, 3, None, 4, early=True),
     256: Tile(64, 32, 8, 2, None, 4),
 }
 
