@@ -3,8 +3,8 @@
     seqmix bench path --peers --out benchmarks/results
 
 Training shapes, the paper's speed figure (batch 32, 32 heads of 64, T as far as memory goes), and
-one decoded token over caches. FLA tunes at every new size, so its candidates stand for heads of 64
-and 128 only.
+one decoded token over caches. FLA tunes for half a minute at every new shape, so its candidates
+stand at a few shapes only.
 """
 
 from collections.abc import Callable, Iterator
@@ -62,7 +62,12 @@ BACKENDS = {
     "sdpa flash": SDPBackend.FLASH_ATTENTION,
 }
 READ = BACKENDS | {"sdpa efficient": SDPBackend.EFFICIENT_ATTENTION}
-TUNED_PEERS = (64, 128)
+WITH_PEERS = (
+    (8, 2048, 32, 32, 64),
+    (2, 8192, 32, 32, 64),
+    (2, 4096, 16, 16, 128),
+    (1, 16384, 16, 16, 128),
+)
 OURS = ("path", "path_fox", "fold")
 
 
@@ -84,7 +89,7 @@ def _training(group: str, shape: tuple[int, ...], peers: bool, device: str) -> W
     return Workload(
         group=group,
         shape=dict(zip("BTHGd", shape, strict=True)),
-        make=lambda: training(inputs(*shape, device=device), peers and d in TUNED_PEERS),
+        make=lambda: training(inputs(*shape, device=device), peers and shape in WITH_PEERS),
         checked=f"heads of {d}{', grouped' if grouped > 1 else ''}",
         check=lambda: check(2, 2 // grouped, d, device),
         ours=OURS,
