@@ -55,6 +55,15 @@ def test_spans_of_several_segments():
     check(arguments(1, 790, 1, 1, 16, 16), levels=(64, 192, 384))
 
 
+def test_key_heads_take_turns_in_the_scratch_bitwise():
+    tokens = arguments(1, 140, 4, 2, 20, 12)
+    dy = torch.randn(1, 140, 4, 12, device=DEVICE)
+    y, lse = forward(*tokens, 0.25, None, levels=LEVELS)
+    both = backward(dy, *tokens, y, lse, 0.25, None, levels=LEVELS, group=2)
+    each = backward(dy, *tokens, y, lse, 0.25, None, levels=LEVELS, group=1)
+    assert all(torch.equal(a, b) for a, b in zip(both, each, strict=True))
+
+
 def test_all_levels_meet_with_a_forget_gate():
     check(arguments(1, 590, 1, 1, 16, 16))
 

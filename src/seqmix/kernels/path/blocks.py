@@ -2,10 +2,15 @@
 
 logits = lower(Q K^T) + B UE    Q_left = Q + B UW    B = lower(Q W^T)        (UE, UW negated)
 keys = K + UE^T W    F - I = UW^T W    UE = -U E    UW = -U W    E = slower(W K^T)
-U = (I + slower(D W W^T))^-1 D:  with L = slower(W W^T),  dL = -slower(U^T dU U^T)  and
-dbeta = diag( (I - U L)^T dU (I - L U)^T ),  which divides by no beta.
+U = X D with X = (I + D L)^-1, L = slower(W W^T). From dUE and dUW, with a = X^T dUE,
+c = X^T dUW, M = -(a E^T + c W^T) = X^T dU and Z = M U^T:
+
+    dE = -slower(D a)    dW -= D c    dL = -slower(D Z)    dbeta_i = M_ii - sum_k L_ik Z_ik
+
+which divides by no beta.
 """
 
+import triton
 import triton.language as tl
 
 from seqmix.kernels.compiling import kernel
@@ -16,7 +21,7 @@ from seqmix.kernels.path.spans import scaled
 def path_pairs_back_kernel(
     q, k, v, w, outer, gates, scaling, corner, solved, row_max, delta, dleft, dvalues, dgates,
     dq, dv, dinner, table, offsets, first,
-    tokens, lines, G, scale,
+    tokens, lines, G, every, scale,
     K: tl.constexpr, V: tl.constexpr, P: tl.constexpr, PV: tl.constexpr, GROUP: tl.constexpr,
     GATED: tl.constexpr,
 ):  # fmt: skip
@@ -24,7 +29,8 @@ def path_pairs_back_kernel(
 
     Grid (blocks * G). One program: one block of one key head; its query heads in turn. dinner
     [blocks, G, 4, 64, max(P, 64)]: gradients of UE, UW, W (through B) and K (through Q K^T). Adds
-    the block's own pairs to dvalues and, if gated, to dgates.
+    the block's own pairs to dvalues and, if gated, to dgates. every: key heads of a token in
+    memory.
     """
     entry = tl.program_id(0) // G
     g = (tl.program_id(0) % G).to(tl.int64)
@@ -46,7 +52,7 @@ def path_pairs_back_kernel(
     alive = token < end
     living = alive[:, None] & (channel < K)[None, :]
     giving = alive[:, None] & (value < V)[None, :]
-    place = (token * G + g)[:, None]
+    place = (token * every + g)[:, None]
     gs = tl.load(scaling)
     kk = tl.load(k + place * K + channel[None, :], mask=living, other=0.0).to(dtype)
     ww = tl.load(w + place * K + channel[None, :], mask=living, other=0.0).to(dtype)
@@ -62,7 +68,7 @@ def path_pairs_back_kernel(
     for head in range(GROUP):
         h = g * GROUP + head
         more = (side[:, None] >= 0) & (head > 0)
-        qh = tl.load(q + (token * (G * GROUP) + h)[:, None] * K + channel[None, :],
+        qh = tl.load(q + (token * (every * GROUP) + h)[:, None] * K + channel[None, :],
                      mask=living, other=0.0)  # fmt: skip
         qh = (qh.to(tl.float32) * scale).to(dtype)
         line = h * lines + (tl.load(first + document) + index) * 64 + side
@@ -124,14 +130,20 @@ def path_pairs_back_kernel(
         dqq = tl.dot(dsh, kk, dqq, input_precision="tf32x3")
         dqq += tl.dot(dbh, ww, input_precision="tf32x3") * factor
         dqq *= scale * 0.6931471805599453 / gs
-        tl.store(dq + (token * (G * GROUP) + h)[:, None] * K + channel[None, :],
+        tl.store(dq + (token * (every * GROUP) + h)[:, None] * K + channel[None, :],
                  dqq.to(dq.dtype.element_ty), mask=living)  # fmt: skip
+
+
+@triton.jit
+def dot(a, b):
+    """a b, accumulated in float32."""
+    return tl.dot(a, b, input_precision="tf32x3")
 
 
 @kernel
 def path_solve_back_kernel(
-    k, w, scaling, corner, solved, inverse, dkeys, dtransitions, dinner, dk, dw, dbeta,
-    table, offsets, first, tokens, G, K: tl.constexpr, P: tl.constexpr,
+    k, w, beta, scaling, corner, solved, inverse, dkeys, dtransitions, factors, dinner,
+    dk, dw, dbeta, table, offsets, first, tokens, G, every, K: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
     """dk, dw and dbeta. Grid (blocks * G); one program: one block of one key head.
 
@@ -144,68 +156,84 @@ def path_solve_back_kernel(
     if document < 0:
         return
     index = tl.load(table + 2 * entry + 1)
-    begin = tl.load(offsets + document)
-    end = tl.load(offsets + document + 1)
+    begin = tl.load(offsets + document) + index * 64
+    left = (tl.load(offsets + document + 1) - begin).to(tl.int32)
     dtype: tl.constexpr = corner.dtype.element_ty
+    WIDE: tl.constexpr = dtype == tl.float32 or P > 128
     WIDTH: tl.constexpr = P if P > 64 else 64
     side = tl.arange(0, 64)
-    channel = tl.arange(0, P)
-    token = begin + index * 64 + side
-    alive = token < end
-    living = alive[:, None] & (channel < K)[None, :]
-    place = (token * G + g)[:, None]
-    causal = side[:, None] >= side[None, :]
-    strict = side[:, None] > side[None, :]
+    row = side[:, None]
+    column = side[None, :]
+    channel = tl.arange(0, P)[None, :]
+    alive = side < left
+    there = row < left
+    living = there & (channel < K)
+    strict = row > column
     unit = 0.6931471805599453 / tl.load(scaling)
+    token = begin * every + g
+    place = token * K + row * (every * K) + channel
     slot = (tl.load(first + document) + index).to(tl.int64) * G + g
-    square = slot * 4096 + side[:, None] * 64 + side[None, :]
-    part = dinner + slot * 4 * 64 * WIDTH + side[:, None] * WIDTH
-    wide = part + channel[None, :]
-    ww = tl.load(w + place * K + channel[None, :], mask=living, other=0.0).to(dtype)
-
+    square = slot * 4096 + row * 64 + column
+    tall = slot * 64 * P + row * P + channel
+    whole = tl.arange(0, P)[:, None] * P + channel
+    part = dinner + slot * 4 * 64 * WIDTH + row * WIDTH
     # Whoever is behind the block reads its keys and crosses it; nobody behind the last one.
-    inner = (channel[None, :] >= 0) & ((index + 1) * 64 < end - begin)
-    dkk = tl.load(dkeys + (g * tokens + token)[:, None] * P + channel[None, :],
-                  mask=inner & alive[:, None], other=0.0)  # fmt: skip
-    dkh, factor = scaled(dkk, dtype)
-    due = tl.load(part + side[None, :]).to(tl.float32)
-    due += tl.dot(ww, tl.trans(dkh), input_precision="tf32x3") * factor
-    ue = tl.load(corner + square)
-    dww = tl.load(wide + 2 * 64 * WIDTH).to(tl.float32)
-    dww += tl.dot(ue, dkh, input_precision="tf32x3") * factor
-    df = tl.load(dtransitions + slot * P * P + channel[:, None] * P + channel[None, :],
-                 mask=inner, other=0.0)  # fmt: skip
-    dfh, factor = scaled(df, dtype)
-    uw = tl.load(solved + slot * 64 * P + side[:, None] * P + channel[None, :])
-    dww += tl.dot(uw, dfh, input_precision="tf32x3") * factor
-    duw = tl.load(wide + 64 * WIDTH).to(tl.float32)
-    duw += tl.dot(ww, tl.trans(dfh), input_precision="tf32x3") * factor
+    inner = left > 64
+    edge = dkeys + (g * tokens + begin) * P + row * P + channel
+
+    ww = tl.load(w + place, mask=living, other=0.0).to(dtype)
+    dfh = tl.load(dtransitions + slot * P * P + whole, mask=(whole >= 0) & inner, other=0.0)
+    df_factor = tl.load(factors + slot, mask=inner, other=0.0)
+    duw = tl.load(part + 64 * WIDTH + channel).to(tl.float32)
+    x = tl.load(inverse + square)
+    bb = tl.load(beta + token + side * every, mask=alive, other=0.0).to(tl.float32)
+    duw += dot(ww, tl.trans(dfh)) * df_factor
     duwh, factor = scaled(duw, dtype)
-    u = tl.load(inverse + square)
-    du = -tl.dot(duwh, tl.trans(ww), input_precision="tf32x3") * factor
-    dww -= tl.dot(tl.trans(u), duwh, input_precision="tf32x3") * factor
+    c = dot(tl.trans(x), duwh) * factor
+    ch, factor = scaled(c, dtype)
+    dww = -bb[:, None] * c
+    m = dot(ch, tl.trans(ww)) * -factor
+    uw = tl.load(solved + tall)
+    dww += dot(uw, dfh) * df_factor
 
-    kk = tl.load(k + place * K + channel[None, :], mask=living, other=0.0).to(dtype)
+    if WIDE:  # large operands: none stays in shared memory for long
+        tl.debug_barrier()
+        ww = tl.load(w + place, mask=living, other=0.0).to(dtype)
+        x = tl.load(inverse + square)
+    moved = tl.load(edge, mask=there & inner, other=0.0).to(tl.float32)
+    due = tl.load(part + column).to(tl.float32)
+    dkh, factor = scaled(moved, dtype)
+    due += dot(ww, tl.trans(dkh)) * factor
+    ue = tl.load(corner + square)
+    dww += dot(ue, dkh) * factor
     dueh, factor = scaled(due, dtype)
-    e = tl.where(strict, tl.dot(ww, tl.trans(kk), input_precision="tf32x3"), 0.0).to(dtype)
-    du -= tl.dot(dueh, tl.trans(e), input_precision="tf32x3") * factor
-    de = tl.where(strict, -tl.dot(tl.trans(u), dueh, input_precision="tf32x3") * factor, 0.0)
-    deh, factor = scaled(de, dtype)
-    dww += tl.dot(deh, kk, input_precision="tf32x3") * factor
-    dkk += tl.load(wide + 3 * 64 * WIDTH).to(tl.float32)
-    dkk += tl.dot(tl.trans(deh), ww, input_precision="tf32x3") * factor
-    tl.store(dk + place * K + channel[None, :], (dkk * unit).to(dk.dtype.element_ty), mask=living)
+    a = dot(tl.trans(x), dueh) * factor
+    ah, factor = scaled(a, dtype)
+    if WIDE:
+        tl.debug_barrier()
+        ww = tl.load(w + place, mask=living, other=0.0).to(dtype)
+    kk = tl.load(k + place, mask=living, other=0.0).to(dtype)
+    e = tl.where(strict, dot(ww, tl.trans(kk)), 0.0).to(dtype)
+    m -= dot(ah, tl.trans(e)) * factor
+    deh = tl.where(strict, bb[:, None] * ah.to(tl.float32), 0.0).to(dtype)
+    dww -= dot(deh, kk) * factor
+    dkk = dot(tl.trans(deh), ww) * -factor
+    dkk += tl.load(part + 3 * 64 * WIDTH + channel).to(tl.float32)
+    dkk += tl.load(edge, mask=there & inner, other=0.0).to(tl.float32)
+    tl.store(dk + place, (dkk * unit).to(dk.dtype.element_ty), mask=living)
 
-    duh, factor = scaled(tl.where(causal, du, 0.0), dtype)
-    gram = tl.where(strict, tl.dot(ww, tl.trans(ww), input_precision="tf32x3"), 0.0).to(dtype)
-    one = tl.where(side[:, None] == side[None, :], 1.0, 0.0)
-    left = (one - tl.dot(u, gram, input_precision="tf32x3")).to(dtype)
-    right = one - tl.dot(gram, u, input_precision="tf32x3")
-    along = tl.dot(tl.trans(left), duh, input_precision="tf32x3") * factor
-    along = tl.sum(along * right, 1) * unit
-    tl.store(dbeta + token * G + g, along.to(dbeta.dtype.element_ty), mask=alive)
-    half, factor = scaled(tl.dot(tl.trans(u), duh, input_precision="tf32x3") * factor, dtype)
-    dgram = tl.where(strict, -tl.dot(half, tl.trans(u), input_precision="tf32x3") * factor, 0.0)
-    dgramh, factor = scaled(dgram + tl.trans(dgram), dtype)
-    dww += tl.dot(dgramh, ww, input_precision="tf32x3") * factor
-    tl.store(dw + place * K + channel[None, :], (dww * unit).to(dw.dtype.element_ty), mask=living)
+    if WIDE:
+        tl.debug_barrier()
+        ww = tl.load(w + place, mask=living, other=0.0).to(dtype)
+        x = tl.load(inverse + square)
+    mh, factor = scaled(m, dtype)
+    u = (x.to(tl.float32) * bb[None, :]).to(dtype)
+    z = dot(mh, tl.trans(u))
+    gram = tl.where(strict, dot(ww, tl.trans(ww)), 0.0)
+    along = tl.sum(tl.where(row == column, mh.to(tl.float32), 0.0) - gram * z, 1) * factor
+    tl.store(dbeta + token + side * every, (along * unit).to(dbeta.dtype.element_ty), mask=alive)
+    z = tl.where(strict, bb[:, None] * z * factor, 0.0)
+    zh, factor = scaled(z + tl.trans(z), dtype)
+    dww -= dot(zh, ww) * factor
+    dww += tl.load(part + 2 * 64 * WIDTH + channel).to(tl.float32)
+    tl.store(dw + place, (dww * unit).to(dw.dtype.element_ty), mask=living)

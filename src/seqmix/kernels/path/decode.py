@@ -63,7 +63,7 @@ def path_decode_near_kernel(
     strict = side[:, None] > side[None, :]
     seen = side[None, :] <= (tl.load(first + n) + t)[:, None]
     gram = product(ww, tl.trans(ww), False)
-    u = solve(tl.where(strict, -bb[:, None] * gram, 0.0), bb, False)
+    u = solve(tl.where(strict, -bb[:, None] * gram, 0.0), False) * bb[None, :]
     uw = product(u, ww, False)
     ue = product(u, tl.where(strict, product(ww, tl.trans(kk), False), 0.0), False)
     if tl.program_id(1) == 0:

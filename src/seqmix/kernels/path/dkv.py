@@ -10,7 +10,7 @@ from seqmix.kernels.path.spans import scaled
 def path_dkv_kernel(
     v, outer, gate, gates, scaling, keys, transitions, spans, queries, row_max, delta,
     dkeys, dv, dgates, table, offsets, first, base,
-    tokens, row, lines, N, H, G,
+    tokens, row, lines, N, H, G, every,
     V: tl.constexpr, P: tl.constexpr, PV: tl.constexpr,
     S1, S2, C: tl.constexpr, HEADS: tl.constexpr,
     GATED: tl.constexpr,
@@ -47,7 +47,7 @@ def path_dkv_kernel(
     COPIES: tl.constexpr = 16 if P <= 64 else 1  # of sums, by columns
     ones = tl.full([C, COPIES], 1.0, dtype)
     vv = tl.load(
-        v + (token * G + g) * V + side[:, None] * (G * V) + value[None, :],
+        v + (token * every + g) * V + side[:, None] * (every * V) + value[None, :],
         mask=alive[:, None] & (value < V)[None, :],
         other=0.0,
     )
@@ -66,7 +66,7 @@ def path_dkv_kernel(
         limit = tl.minimum((parent + 1) * siblings, (length + size - 1) // size)
         low = tl.load(first + level * N + document)
         span = tl.load(base + level * N + document)
-        span += parent.to(tl.int64) * (siblings.to(tl.int64) * (siblings + 1) // 2)
+        span += parent.to(tl.int64) * (siblings.to(tl.int64) * (siblings - 1) // 2)
         for step in range(limit - 1 - own):
             sibling = limit - 1 - step
             left = sibling * size
@@ -82,7 +82,7 @@ def path_dkv_kernel(
                 tl.debug_barrier()
             i = own % siblings + 1
             j = sibling % siblings
-            slot = (span + j * (j - 1) // 2 + i) * G + g
+            slot = (span + (j - 1) * (j - 2) // 2 + i - 1) * G + g
             c = tl.load(
                 spans + slot * P * P + whole, mask=(whole >= 0) & (sibling - 1 > own), other=0.0
             )

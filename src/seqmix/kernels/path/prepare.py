@@ -30,7 +30,7 @@ class Prepared:
     """Scratch of one call; L levels, G key heads, M segments of all levels, P padded head size.
 
     keys [L, G, tokens, P]; transitions [M, G, P, P]: F - I; corner = -UE [blocks, G, 64, 64];
-    solved = -UW [blocks, G, 64, P]; inverse = U like corner, if asked for.
+    solved = -UW [blocks, G, 64, P]; inverse = (I + slower(D W W^T))^-1 like corner, if asked for.
     first [L, N] int32: row in `transitions` of a document's first segment.
     """
 
@@ -70,8 +70,8 @@ def product(a, b, WIDE: tl.constexpr, c=None, FULL: tl.constexpr = False):
 
 
 @triton.jit
-def solve(a, beta, WIDE: tl.constexpr):
-    """(I - a)^-1 diag(beta) of a strictly lower 64 x 64 matrix.
+def solve(a, WIDE: tl.constexpr):
+    """(I - a)^-1 of a strictly lower 64 x 64 matrix.
 
     Blocks of 4 grow to blocks of 16, those to 64. Of a diagonal of 4 x 4 blocks D, the inverse
     X = (I - D)^-1 and the rest R, M = X R has M^4 = 0: (I - D - R)^-1 = (I + M^2) (I + M) X.
@@ -93,7 +93,6 @@ def solve(a, beta, WIDE: tl.constexpr):
     row = tl.arange(0, 64)[:, None]
     column = tl.arange(0, 64)[None, :]
     m = product(x, tl.where(row // 16 > column // 16, a, 0.0), WIDE)
-    x *= beta[None, :]
     x = product(m, x, WIDE, x)
     return product(product(m, m, WIDE), x, WIDE, x)
 
@@ -101,10 +100,13 @@ def solve(a, beta, WIDE: tl.constexpr):
 @kernel
 def path_prepare_kernel(
     k, w, beta, keys, transitions, corner, solved, inverse, table, offsets, first,
-    tokens, G,
+    tokens, G, every,
     K: tl.constexpr, P: tl.constexpr, STORE_INVERSE: tl.constexpr,
 ):  # fmt: skip
-    """Grid (blocks * G). One program: one block of one key head; see the module."""
+    """Grid (blocks * G). One program: one block of one key head; see the module.
+
+    every: key heads of a token in memory; k, w and beta start at the first of the G.
+    """
     entry = tl.program_id(0) // G
     g = (tl.program_id(0) % G).to(tl.int64)
     document = tl.load(table + 2 * entry)
@@ -120,18 +122,19 @@ def path_prepare_kernel(
     lane = tl.arange(0, 64)
     channel = tl.arange(0, P)
     alive = lane < left
-    k += (begin * G + g) * K
-    w += (begin * G + g) * K
+    k += (begin * every + g) * K
+    w += (begin * every + g) * K
     keys += (g * tokens + begin) * P
-    place = lane[:, None] * (G * K) + channel[None, :]
+    place = lane[:, None] * (every * K) + channel[None, :]
     mask = alive[:, None] & (channel < K)[None, :]
     ww = tl.load(w + place, mask=mask, other=0.0)
-    bb = tl.load(beta + begin * G + g + lane * G, mask=alive, other=0.0).to(tl.float32)
+    bb = tl.load(beta + begin * every + g + lane * every, mask=alive, other=0.0).to(tl.float32)
 
     row = tl.arange(0, 64)[:, None]
     column = tl.arange(0, 64)[None, :]
     gram = tl.dot(ww, tl.trans(ww), input_precision="tf32x3")  # of the inputs as they are: exact
-    u = solve(tl.where(row > column, -bb[:, None] * gram, 0.0), bb, WIDE)
+    x = solve(tl.where(row > column, -bb[:, None] * gram, 0.0), WIDE)
+    u = x * bb[None, :]
     tl.debug_barrier()  # load again what need not occupy registers through the solve
     ww = tl.load(w + place, mask=mask, other=0.0)
     kk = tl.load(k + place, mask=mask, other=0.0)
@@ -148,7 +151,7 @@ def path_prepare_kernel(
     ue_high = (-ue).to(dtype)
     tl.store(corner + square, ue_high)
     if STORE_INVERSE:
-        tl.store(inverse + square, u_high)
+        tl.store(inverse + square, x.to(dtype))
     uw_high = (-uw).to(dtype)
     tl.store(solved + slot * 64 * P + row * P + channel[None, :], uw_high)
     moved = tl.dot(tl.trans(ue_high), ww, kk.to(tl.float32), input_precision="tf32x3")
@@ -229,9 +232,13 @@ def prepare(
     sizes: tuple[int, int, int],
     *,
     inverse: bool = False,
+    every: int | None = None,
     tile: Tile | None = None,
 ) -> Prepared:
-    """Solve every block and move keys and transitions up the levels of `sizes` tokens."""
+    """Solve every block and move keys and transitions up the levels of `sizes` tokens.
+
+    every: key heads of a token in memory, of which k, w and beta [B, T, G] show some.
+    """
     G, K = k.shape[2:]
     P = padded(K)
     dtype = torch.float32 if k.dtype == torch.float32 else torch.float16
@@ -248,7 +255,7 @@ def prepare(
     )
     path_prepare_kernel[(blocks * G,)](
         k, w, beta, made.keys, made.transitions, made.corner, made.solved, made.inverse,
-        levels[0].table, docs.offsets, made.first, docs.tokens, G,
+        levels[0].table, docs.offsets, made.first, docs.tokens, G, every or G,
         K=K, P=P, STORE_INVERSE=inverse, **(tile or prepare_tile(P, k.dtype, k.device)).launch,
     )  # fmt: skip
     columns = min(P, 64)

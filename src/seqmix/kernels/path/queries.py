@@ -17,7 +17,7 @@ from seqmix.kernels.path.spans import scaled
 def path_queries_kernel(
     q, w, dy, y, lse, gates, scaling, solved, transitions, queries, outer, row_max, delta,
     table, offsets, first,
-    lines, N, H, G, scale,
+    lines, N, H, G, every, scale,
     K: tl.constexpr, V: tl.constexpr, P: tl.constexpr, PV: tl.constexpr,
     S1, S2, GATED: tl.constexpr,
 ):  # fmt: skip
@@ -25,7 +25,7 @@ def path_queries_kernel(
 
     Grid (blocks * H). Also outer, dy in the same order [H, lines, PV], delta = scaling sum dy y,
     and row_max = lse less the gate, base 2, both [H, lines] float32, so that
-    p = exp2(q k - gate_j - row_max). lines: 64 a block.
+    p = exp2(q k - gate_j - row_max). lines: 64 a block; every: key heads of a token in memory.
     """
     entry = tl.program_id(0) // H
     h = tl.program_id(0) % H
@@ -42,24 +42,25 @@ def path_queries_kernel(
     value = tl.arange(0, PV)
     token = begin + position + side
     alive = token < end
-    place = (token * H + h)[:, None]
+    place = token * (every * (H // G)) + h
 
     # Scratch of the query side goes by blocks: rows behind a document are there, and neutral.
     base = tl.load(first + document)
     line = h.to(tl.int64) * lines + base * 64 + position + side
     mask = alive[:, None] & (value < V)[None, :]
-    dyy = tl.load(dy + place * V + value[None, :], mask=mask, other=0.0)
-    yy = tl.load(y + place * V + value[None, :], mask=mask, other=0.0).to(tl.float32)
+    dyy = tl.load(dy + place[:, None] * V + value[None, :], mask=mask, other=0.0)
+    yy = tl.load(y + place[:, None] * V + value[None, :], mask=mask, other=0.0).to(tl.float32)
     tl.store(outer + line[:, None] * PV + value[None, :], dyy.to(outer.dtype.element_ty))
     tl.store(delta + line, tl.sum(dyy.to(tl.float32) * yy, 1) * tl.load(scaling))
-    top = tl.load(lse + token * H + h, mask=alive, other=float("inf")) * 1.4426950408889634
+    top = tl.load(lse + place, mask=alive, other=float("inf")) * 1.4426950408889634
     if GATED:
         top -= tl.load(gates + line)
     tl.store(row_max + line, top)
 
     mask = alive[:, None] & (channel < K)[None, :]
-    qq = tl.load(q + place * K + channel[None, :], mask=mask, other=0.0).to(tl.float32) * scale
-    ww = tl.load(w + (token * G + g)[:, None] * K + channel[None, :], mask=mask, other=0.0)
+    qq = tl.load(q + place[:, None] * K + channel[None, :], mask=mask, other=0.0)
+    qq = qq.to(tl.float32) * scale
+    ww = tl.load(w + (token * every + g)[:, None] * K + channel[None, :], mask=mask, other=0.0)
     slot = (base + position // 64).to(tl.int64) * G + g
     uw = tl.load(solved + slot * 64 * P + side[:, None] * P + channel[None, :])
     b = tl.dot(qq.to(dtype), tl.trans(ww.to(dtype)), input_precision="tf32x3")
@@ -88,7 +89,7 @@ def path_queries_kernel(
 def path_dq_kernel(
     v, outer, gate, gates, scaling, keys, transitions, spans, queries, row_max, delta,
     dleft, partial, dgates, table, offsets, first, base, owners,
-    tokens, row, lines, N, H, G, slots,
+    tokens, row, lines, N, H, G, every, slots,
     V: tl.constexpr, P: tl.constexpr, PV: tl.constexpr,
     S1, S2, M: tl.constexpr, C: tl.constexpr,
     FAR: tl.constexpr, NEAR: tl.constexpr, HEADS: tl.constexpr, GATED: tl.constexpr,
@@ -166,8 +167,8 @@ def path_dq_kernel(
             i = (position // size + 1) % siblings
             j = edge // size % siblings
             parent = (edge // size // siblings).to(tl.int64)
-            slot = tl.load(base + level * N + document) + j * (j - 1) // 2 + i
-            slot += parent * (siblings.to(tl.int64) * (siblings + 1) // 2)
+            slot = tl.load(base + level * N + document) + (j - 1) * (j - 2) // 2 + i - 1
+            slot += parent * (siblings.to(tl.int64) * (siblings - 1) // 2)
             # First all loads, if registers suffice.
             c = tl.load(
                 spans + (slot * G + g) * P * P + whole, mask=(whole >= 0) & behind, other=0.0
@@ -206,7 +207,7 @@ def path_dq_kernel(
                 qh = tl.load(moved + tall, mask=living, other=0.0)
             dq += tl.dot(dqh, x, input_precision="tf32x3") * factor
             kp = keys + ((level * G + g) * tokens + begin + position) * P
-            vp = v + ((begin + position) * G + g) * V
+            vp = v + ((begin + position) * every + g) * V
             if GATED:
                 age = here - tl.load(gate + position // S2 * S2)
                 shifted = top - (age * 1.4426950408889634).to(tl.float32)
@@ -214,7 +215,7 @@ def path_dq_kernel(
                 shifted = top
             for n in range(0, size, C):
                 kk = tl.load(kp + (n + lane)[:, None] * P + channel[None, :])
-                vv = rows(vp, (n + lane) * (G * V), V, PV)
+                vv = rows(vp, (n + lane) * (every * V), V, PV)
                 if GATED:
                     near = tl.load(gates + tl.multiple_of(position, 64) + n + lane)
                 s = tl.dot(qh, tl.trans(kk), input_precision="tf32x3") - shifted[:, None]
