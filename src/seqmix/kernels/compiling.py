@@ -22,7 +22,7 @@ from triton.runtime.jit import JITFunction
 VARYING = (
     "tokens", "row", "rows", "N", "H", "G", "R", "T", "F", "pending", "piece", "slots",
     "size", "siblings", "level", "child", "parent", "recent", "scratch",
-    "blocks", "run", "every",
+    "blocks", "run", "every", "before", "HEADS",
 )  # fmt: skip
 THREADS = 16  # more do not help: the largest kernel takes as long as the rest
 

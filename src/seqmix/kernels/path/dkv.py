@@ -12,7 +12,7 @@ def path_dkv_kernel(
     dkeys, dv, dgates, table, offsets, first, base,
     tokens, row, lines, N, H, G, every,
     V: tl.constexpr, P: tl.constexpr, PV: tl.constexpr,
-    S1, S2, C: tl.constexpr, HEADS: tl.constexpr,
+    S1, S2, C: tl.constexpr, HEADS,
     GATED: tl.constexpr,
 ):  # fmt: skip
     """Grid (blocks * G). One program: 64 keys of one key head, all queries outside their block.

@@ -92,7 +92,7 @@ def path_dq_kernel(
     tokens, row, lines, N, H, G, every, slots,
     V: tl.constexpr, P: tl.constexpr, PV: tl.constexpr,
     S1, S2, M: tl.constexpr, C: tl.constexpr,
-    FAR: tl.constexpr, NEAR: tl.constexpr, HEADS: tl.constexpr, GATED: tl.constexpr,
+    FAR: tl.constexpr, NEAR: tl.constexpr, HEADS, GATED: tl.constexpr,
 ):  # fmt: skip
     """dleft [H, lines, P], the gradient of queries at their block's left edge, and parts of dF.
 
