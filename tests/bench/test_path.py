@@ -59,6 +59,18 @@ def test_one_decoded_token_equals_all_tokens_at_once(capsys):
     assert rows["path"]["launched_ms"] > 0 and rows["path_fox"]["launched_ms"] > 0
 
 
+def test_kernels_without_a_backward_are_checked_forward(monkeypatch):
+    def only_forward(*x: torch.Tensor) -> torch.Tensor:
+        if torch.is_grad_enabled():
+            raise NotImplementedError
+        return attend(*x)
+
+    attend = path._attend
+    monkeypatch.setattr(path, "_attend", only_forward)
+    found = path.check(2, 1, 16, DEVICE, T=70)
+    assert set(found) == {"y"} and found["y"] < 0.01
+
+
 def test_what_fails_is_a_row_that_says_why(capsys):
     def memory(*_):
         raise torch.OutOfMemoryError
