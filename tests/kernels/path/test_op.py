@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.functional import normalize
 
 from seqmix.ops import path, path_attention
@@ -109,7 +110,7 @@ def test_autocast_leaves_the_operation_alone():
 
 def test_one_graph_serves_three_lengths():
     torch._dynamo.reset()
-    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    counter = CompileCounterWithBackend("aot_eager")
     function = torch.compile(path_attention, fullgraph=True, backend=counter)
     for T in (33, 65, 70):
         tokens = [x.requires_grad_() for x in arguments(1, T, 1, 1, 16, 16)]
