@@ -8,6 +8,7 @@ arXiv 2505.16381v2, Sec. 2.2. The forget gate of FoX is added after the scale, a
 Query head h reads key head h // (H / G). O(T^2 K) time, O(T) memory.
 """
 
+from collections.abc import Iterable
 from typing import NamedTuple, NoReturn
 
 import torch
@@ -198,10 +199,14 @@ def _(dy, dkeys, q, k, v, w, beta, log_forget, y, lse, scale, cu_seqlens, impl):
     return [x.new_empty(x.shape) for x in (q, k, v, w, beta, log_forget) if x is not None]
 
 
-def _contiguous(q: Tensor, *tokens: Tensor | None) -> list[Tensor | None]:
-    """Kernels take contiguous [B, T, heads, size], of q's dtype where they have a size."""
-    cast = [x if x is None or x.ndim == 3 else x.to(q.dtype) for x in (q, *tokens)]
-    return [x if x is None else x.contiguous() for x in cast]
+def contiguous(tensors: Iterable[Tensor | None]) -> list[Tensor | None]:
+    """What kernels take, who know no strides."""
+    return [x if x is None else x.contiguous() for x in tensors]
+
+
+def _alike(q: Tensor, *tokens: Tensor | None) -> list[Tensor | None]:
+    """Contiguous [B, T, heads, size], of q's dtype where they have a size."""
+    return contiguous(x if x is None or x.ndim == 3 else x.to(q.dtype) for x in (q, *tokens))
 
 
 def _attend_on_gpu(q, k, v, w, beta, log_forget, scale, cu_seqlens, return_keys) -> tuple:
@@ -210,7 +215,7 @@ def _attend_on_gpu(q, k, v, w, beta, log_forget, scale, cu_seqlens, return_keys)
 
     if not _has_kernels(q, v, w, False):
         _refuse(q, v, w)
-    q, k, v, w, beta, log_forget = _contiguous(q, k, v, w, beta, log_forget)
+    q, k, v, w, beta, log_forget = _alike(q, k, v, w, beta, log_forget)
     with exactly(q), on_device(q):
         y, lse = forward(q, k, v, w, beta, log_forget, scale, cu_seqlens)
         keys = aligned_keys(k, w, beta, cu_seqlens) if return_keys else q.new_empty(0)
@@ -221,7 +226,7 @@ def _backward_on_gpu(dy, q, k, v, w, beta, log_forget, y, lse, scale, cu_seqlens
     from seqmix.kernels.path.backward import backward
 
     tensors = [x for x in (q, k, v, w, beta, log_forget) if x is not None]
-    tokens = _contiguous(q, k, v, w, beta, log_forget, y, lse)
+    tokens = _alike(q, k, v, w, beta, log_forget, y, lse)
     with exactly(q), on_device(q):
         found = backward(dy.to(q.dtype).contiguous(), *tokens, scale, cu_seqlens)
     found = [x for x in found if x is not None]
@@ -236,8 +241,8 @@ class Sizes(NamedTuple):
 
 
 # What fits into shared memory and was compared with float64. Below 33, float16 and float32 are left
-# out: compiled for sm_90 by Triton 3.6, the float16 backward reads out of bounds there, and
-# bfloat16, the same code, does not.
+# out: compiled for sm_90 by Triton 3.6, dw and dbeta come out wrong in float16 there, and
+# bfloat16, the same code, is right.
 SERVED = {
     torch.bfloat16: Sizes((1, 256), (1, 128)),
     torch.float16: Sizes((33, 256), (33, 128)),

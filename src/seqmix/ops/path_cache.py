@@ -13,7 +13,7 @@ from torch import Tensor
 from seqmix.chunked import path_cache
 from seqmix.chunked.path_cache import Folded, Pending
 from seqmix.ops.choice import choose, on_device
-from seqmix.ops.path import DECODED, attend, resolve
+from seqmix.ops.path import DECODED, attend, contiguous, resolve
 
 
 class Solution(NamedTuple):
@@ -91,10 +91,6 @@ def prefill(
     return _read_on(y, lse, moved, behind, *folded)
 
 
-def _contiguous(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
-    return [x if x is None else x.contiguous() for x in tensors]
-
-
 @torch.library.custom_op("seqmix::path_decode", mutates_args=())
 def _decode(
     q: Tensor,
@@ -116,7 +112,7 @@ def _decode(
     if not q.numel():
         return _decode_outputs(*tokens, scale)
     with on_device(q):
-        return decode(*_contiguous(tokens), scale)
+        return decode(*contiguous(tokens), scale)
 
 
 @_decode.register_fake
@@ -142,10 +138,10 @@ def _step(
 
     if not q.numel():
         return _step_outputs(q, new, count, old, keys, values, decay, length, scale)
-    q, keys, values, decay, length, count = _contiguous([q, keys, values, decay, length, count])
+    q, keys, values, decay, length, count = contiguous([q, keys, values, decay, length, count])
     with on_device(q):
         cache = (keys, values, decay, length)
-        y, grown = step(q, _contiguous(new), count, _contiguous(old), *cache, scale)
+        y, grown = step(q, contiguous(new), count, contiguous(old), *cache, scale)
     return [y, *(x for x in grown if x is not None)]
 
 
@@ -160,7 +156,7 @@ def _fold(keys: Tensor, k: Tensor, w: Tensor, beta: Tensor) -> tuple[Tensor, Ten
     from seqmix.kernels.path.aligned import fold
 
     with on_device(keys):
-        return fold(*_contiguous([keys, k, w, beta]))
+        return fold(*contiguous([keys, k, w, beta]))
 
 
 @_fold.register_fake
@@ -182,7 +178,7 @@ def _read_on(
     from seqmix.kernels.path.decode import read_on
 
     with on_device(y):
-        return read_on(*_contiguous([y, lse, moved, behind, keys, values, decay, length]))
+        return read_on(*contiguous([y, lse, moved, behind, keys, values, decay, length]))
 
 
 @_read_on.register_fake

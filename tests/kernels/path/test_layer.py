@@ -8,6 +8,7 @@ import torch
 from seqmix.layers import path
 from seqmix.layers.path import PathAttention
 from seqmix.ops import path_cache
+from tests.layers.test_path import run
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -30,14 +31,6 @@ def pair(**options):
 
 def random_tokens(*shape):
     return torch.randn(*shape, 24, device=DEVICE)
-
-
-def run(mix, pieces, state=None):
-    outputs = []
-    for piece in pieces:
-        y, state = mix(piece, state)
-        outputs.append(y)
-    return torch.cat(outputs, 1), state
 
 
 def assert_same(got, wanted):

@@ -107,9 +107,8 @@ def path_forward_kernel(
             other=0.0,
         )
         slot = (base + block // 64).to(tl.int64) * G + g
-        there = (side[:, None] >= 0) & (
-            block < length
-        )  # no branch: it would serialise every product
+        # A mask of rows, not a branch: that would serialise every product.
+        there = (side[:, None] >= 0) & (block < length)
         square = slot * 4096 + side[:, None] * 64 + side[None, :]
         ue = tl.load(corner + square, mask=there, other=0.0)
         uw = tl.load(

@@ -7,7 +7,7 @@ read, so a packed call does not synchronise; counts are upper bounds and spare e
 document -1.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import accumulate
 
@@ -30,12 +30,16 @@ class Tiles:
 
 @dataclass(frozen=True)
 class Documents:
-    """offsets [N+1] int64; row: tokens of a batch row; longest: an upper bound of the lengths."""
+    """offsets [N+1] int64; row: tokens of a batch row, an upper bound of the lengths.
+
+    Tables of packed documents are made once and kept in `cut`; those of rows outlive the call.
+    """
 
     offsets: Tensor
     batch: int
     row: int
     packed: bool
+    cut: dict[int, Tiles] = field(default_factory=dict, repr=False)
 
     @property
     def tokens(self) -> int:
@@ -49,7 +53,9 @@ class Documents:
         """The documents cut into pieces of `size` tokens."""
         if not self.packed:
             return _even_tiles(self.batch, self.row, size, self.offsets.device)
-        return _packed_tiles(self.offsets, self.row // size + self.count, size)
+        if size not in self.cut:
+            self.cut[size] = _packed_tiles(self.offsets, self.row // size + self.count, size)
+        return self.cut[size]
 
     def levels(self, sizes: tuple[int, ...]) -> tuple[list[Tiles], Tensor]:
         """Tiles of all `sizes`, and [L, N] int32: rows before a document in a table of them all."""
