@@ -190,6 +190,13 @@ def test_the_figure_is_drawn_the_same_twice(tmp_path):
     assert (tmp_path / "one.svg").read_bytes() == (tmp_path / "two.svg").read_bytes()
 
 
+def test_a_peer_at_few_shapes_is_named_in_the_figure(tmp_path):
+    peer = [{**rows()[0], "name": "fla path"}]
+    result = {"suite": "path", "rows": rows("paper") + rows() + peer}
+    tables.figure(result, tmp_path / "figure.svg")
+    assert "<!-- FLA PaTH -->" in (tmp_path / "figure.svg").read_text()
+
+
 @pytest.mark.gpu
 def test_gpu_time_is_below_launched_time():
     x = torch.ones(64, 64, device="cuda")

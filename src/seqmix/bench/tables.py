@@ -205,7 +205,7 @@ def figure(result: Result, path: Path) -> None:
         axes.set_xticks(sorted({row["T"] for row in result["rows"] if "T" in row}), minor=False)
         axes.minorticks_off()
         axes.grid(alpha=0.3)
-    left.legend(fontsize="small")
+        axes.legend(fontsize="small")
     drawing.savefig(path, metadata={"Date": None})
     pyplot.close(drawing)
 
